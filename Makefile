@@ -1,0 +1,40 @@
+# `make demo` and `make test` work from a fresh clone: they make .venv and install what they need.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint format install clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    score a batch of requests, find planted keys, write demo.png (under a minute on two cores)"
+	@echo "make test    run every test that needs no GPU"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  ruff, in place"
+	@echo "make install only make $(VENV)"
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/lightning-indexer demo
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.png

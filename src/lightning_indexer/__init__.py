@@ -1,0 +1,33 @@
+"""FP8 MQA logits: the "lightning indexer" scoring step of DeepSeek-V3.2/V4 and GLM-5 sparse attention.
+
+One call, :func:`fp8_mqa_logits`, on every accelerator. Importing this package touches no device, no compiler and no
+optional package: backends load when a call selects them.
+"""
+
+from lightning_indexer._version import __version__
+from lightning_indexer.api import fp8_mqa_logits
+from lightning_indexer.arch import Arch, arch_of
+from lightning_indexer.chunking import Chunk, Request, plan_chunks
+from lightning_indexer.dispatch import BackendUnavailableError, explain, support_table
+from lightning_indexer.fp8 import dequantize_k, quantize_k, quantize_q
+from lightning_indexer.problem import Problem
+from lightning_indexer.reference import calc_diff, reference_logits
+
+__all__ = [
+    "Arch",
+    "BackendUnavailableError",
+    "Chunk",
+    "Problem",
+    "Request",
+    "__version__",
+    "arch_of",
+    "calc_diff",
+    "dequantize_k",
+    "explain",
+    "fp8_mqa_logits",
+    "plan_chunks",
+    "quantize_k",
+    "quantize_q",
+    "reference_logits",
+    "support_table",
+]

@@ -1,0 +1,211 @@
+"""The public call: validate once, convert the fp8 dialect, allocate, select, run.
+
+Calls from eager code go straight to the backend. Under ``torch.compile``, fake tensors and other dispatch modes they go
+through the custom operators ``lightning_indexer::fp8_mqa_logits`` and ``lightning_indexer::fp8_mqa_logits_out``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_indexer import dispatch, fp8
+from lightning_indexer.arch import Arch, arch_of
+from lightning_indexer.problem import Operands, Problem, check_dialect, is_aligned, row_stride, validate
+
+
+def fp8_mqa_logits(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    *,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    out_dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Scores every key of each row's window: the "lightning indexer" of DeepSeek-V3.2/V4 and GLM-5.
+
+    ``logits[m, n] = kv_scale[n] * sum_h weights[m, h] * relu(sum_d q[m, h, d] * k[n, d])`` for ``n`` in
+    ``[ks[m], ke[m])`` clamped to ``[0, N)``, and ``-inf`` elsewhere. Source: DeepSeek-V3.2 technical report, section 2.1;
+    argument meaning as in DeepGEMM's ``fp8_mqa_logits``. docs/semantics.md states every edge case.
+
+    Args:
+        q: [M, H, D] float8_e4m3fn (or float8_e4m3fnuz on gfx942), last dimension contiguous.
+        kv: ``(k, kv_scale)``: keys [N, D] fp8, last dimension contiguous, and their scales [N] or [N, 1] float32.
+        weights: [M, H] float32, last dimension contiguous. A scale of q, if any, is folded in here by the caller.
+        cu_seqlen_ks: [M] int32, first key of each row's window. Any value is legal; it is clamped.
+        cu_seqlen_ke: [M] int32, end (exclusive) of each row's window. ``ke <= ks`` is an empty window.
+        clean_logits: write ``-inf`` outside the windows. If False, those positions hold anything.
+        max_seqlen_k: if > 0, "compressed logits": the result is [M, max_seqlen_k] and column ``j`` of row ``m`` is
+            position ``ks[m] + j``. Columns outside the window hold anything; ``clean_logits`` must be False.
+        out_dtype: ``torch.float32`` or ``torch.bfloat16``.
+        out: buffer to write into, [M, N] (or [M, max_seqlen_k]) of ``out_dtype``, last dimension contiguous, any row
+            stride. Nothing outside it is written, its row padding included.
+        backend: run this backend or raise; None lets the library (or ``LIGHTNING_INDEXER_BACKEND``) choose.
+
+    Returns:
+        [M, N] (or [M, max_seqlen_k]) logits on q's device: ``out`` if given, else a view of a new buffer whose row
+        stride is padded to 256 bytes. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, what came and what was expected.
+        dispatch.BackendUnavailableError: the backend asked for cannot run this call.
+    """
+    try:
+        k, kv_scale = kv
+    except (TypeError, ValueError):
+        raise TypeError(f"kv: got {type(kv).__name__}, expected the pair (k, kv_scale)") from None
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or type(q) is not torch.Tensor:
+        return _call_operator(
+            q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, max_seqlen_k, out_dtype, out, backend
+        )
+    return _run(
+        q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, max_seqlen_k, out_dtype, out, backend
+    )
+
+
+def _run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kv_scale: torch.Tensor,
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+    backend: str | None,
+) -> torch.Tensor:
+    operands = validate(
+        q, k, kv_scale, weights, ks, ke,
+        clean_logits=clean_logits, max_seqlen_k=max_seqlen_k, out_dtype=out_dtype, out=out,
+    )  # fmt: skip
+    arch = arch_of(q.device)
+    check_dialect(q, k, arch)
+    rows, heads, head_dim = q.shape
+    problem = Problem(
+        rows, k.shape[0], heads, head_dim, q.dtype, k.dtype, out_dtype, clean_logits, max_seqlen_k, is_aligned(q, k)
+    )
+    chosen = dispatch.select(problem, arch, backend)
+    if out is None:
+        out = allocate(rows, problem.width, out_dtype, q.device)
+    if rows == 0 or problem.keys == 0:
+        return out
+    chosen.run(problem, _to_native_dialect(operands, arch), out, arch)
+    return out
+
+
+def allocate(rows: int, width: int, out_dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised [rows, width] result whose row stride is padded."""
+    return torch.empty((rows, row_stride(width, out_dtype)), dtype=out_dtype, device=device)[:, :width]
+
+
+def _to_native_dialect(operands: Operands, arch: Arch) -> Operands:
+    """On gfx942, fn operands read as fnuz: byte 0x80 scrubbed, and a factor 2 each that goes into ``kv_scale``."""
+    if arch.fp8 != "fnuz":
+        return operands
+    q, k, factor = operands.q, operands.k, 1.0
+    if q.dtype is torch.float8_e4m3fn:
+        q, factor = fp8.fn_to_fnuz(q), factor * fp8.FN_AS_FNUZ_FACTOR
+    if k.dtype is torch.float8_e4m3fn:
+        k, factor = fp8.fn_to_fnuz(k), factor * fp8.FN_AS_FNUZ_FACTOR
+    scale = operands.kv_scale if factor == 1.0 else operands.kv_scale * factor
+    return operands._replace(q=q, k=k, kv_scale=scale)
+
+
+@torch.library.custom_op("lightning_indexer::fp8_mqa_logits", mutates_args=())
+def _operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kv_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    out_dtype: torch.dtype,
+    backend: str | None,
+) -> torch.Tensor:
+    return _run(
+        q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, max_seqlen_k, out_dtype, None, backend
+    )
+
+
+@_operator.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kv_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    out_dtype: torch.dtype,
+    backend: str | None,
+) -> torch.Tensor:
+    validate(
+        q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke,
+        clean_logits=clean_logits, max_seqlen_k=max_seqlen_k, out_dtype=out_dtype, out=None,
+    )  # fmt: skip
+    return allocate(q.shape[0], max_seqlen_k or k.shape[0], out_dtype, q.device)
+
+
+@torch.library.custom_op("lightning_indexer::fp8_mqa_logits_out", mutates_args=("out",))
+def _operator_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kv_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    out: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    backend: str | None,
+) -> None:
+    _run(q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, max_seqlen_k, out.dtype, out, backend)
+
+
+@_operator_out.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kv_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    out: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    backend: str | None,
+) -> None:
+    validate(
+        q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke,
+        clean_logits=clean_logits, max_seqlen_k=max_seqlen_k, out_dtype=out.dtype, out=out,
+    )  # fmt: skip
+
+
+def _call_operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kv_scale: torch.Tensor,
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+    backend: str | None,
+) -> torch.Tensor:
+    if out is None:
+        return _operator(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, backend)
+    if out.dtype != out_dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, expected {out_dtype}, the out_dtype of the call")
+    _operator_out(q, k, kv_scale, weights, ks, ke, out, clean_logits, max_seqlen_k, backend)
+    return out

@@ -1,0 +1,44 @@
+"""Tile sizes of ``triton-portable``: a pure function of the problem and the arch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_indexer.arch import Arch
+from lightning_indexer.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How one program works.
+
+    Attributes:
+        block: keys of one tile, the M side of the matrix product.
+        chunk: columns of the result that one program owns, a multiple of ``block``.
+        num_warps, num_stages: Triton's; stages of the key pipeline.
+        waves_per_eu: AMD only, 0 leaves it to the compiler.
+    """
+
+    block: int
+    chunk: int
+    num_warps: int
+    num_stages: int
+    waves_per_eu: int = 0
+
+
+def heuristic(problem: Problem, arch: Arch) -> TileConfig:
+    """NVIDIA: the best of 30 on an H200, docs/kernels/triton_portable.md. AMD: what public kernels of this form use."""
+    if arch.vendor == "amd":
+        # gfx942: 64 KiB of LDS a CU, room for two programs.
+        block, num_warps, num_stages, waves_per_eu = 64 if arch.name == "gfx942" else 128, 4, 2, 2
+    else:
+        block, num_warps, num_stages, waves_per_eu = 64, 4, 3, 0
+    return TileConfig(block, _chunk(problem, arch), num_warps, num_stages, waves_per_eu)
+
+
+def _chunk(problem: Problem, arch: Arch) -> int:
+    """Long enough that loading q and starting the pipeline do not show, short enough that every unit has work."""
+    chunk = 8192
+    while chunk > 512 and problem.rows * -(-problem.width // chunk) < 12 * arch.units:
+        chunk //= 2
+    return chunk

@@ -1,0 +1,1 @@
+"""``lightning-indexer verify`` and ``bench``: cases, checks, timing, tables, pictures."""

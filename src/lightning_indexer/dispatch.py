@@ -1,0 +1,131 @@
+"""Which backend runs a call: an ordered registry, one gate per backend, one function that selects.
+
+Nothing here touches a device or imports a kernel, so the whole table can be queried for any arch on any machine.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lightning_indexer import envs
+from lightning_indexer.arch import Arch
+from lightning_indexer.backends.torch_blocked.backend import TorchBlocked
+from lightning_indexer.backends.triton_portable.backend import TritonPortable
+from lightning_indexer.problem import Operands, Problem
+
+
+class Backend(Protocol):
+    """One way to compute the logits. See docs/adding-a-backend.md."""
+
+    name: str
+    summary: str
+
+    def missing(self) -> str | None:
+        """None, or what has to be installed on this machine before it can run, with the command."""
+
+    def supports(self, problem: Problem, arch: Arch) -> str | None:
+        """None, or a sentence saying why this problem cannot run on this arch. Pure: no device, no import."""
+
+    def run(self, problem: Problem, operands: Operands, out: torch.Tensor, arch: Arch) -> None:
+        """Writes the logits into ``out`` [M, width] on the current stream. Never allocates the result, never syncs."""
+
+
+_BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TritonPortable(), TorchBlocked())}
+
+# The order in which backends are tried, by vendor: the first whose gate is open and whose packages are here.
+_ORDER: dict[str, tuple[str, ...]] = {
+    "nvidia": ("triton-portable", "torch-blocked"),
+    "amd": ("triton-portable", "torch-blocked"),
+    "cpu": ("torch-blocked", "triton-portable"),
+    "other": ("torch-blocked",),
+}
+
+
+class BackendUnavailableError(RuntimeError):
+    """The backend asked for by name cannot run this call. It is never replaced by another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What selection thinks of one backend. ``reason`` is None where it could run."""
+
+    backend: str
+    chosen: bool
+    reason: str | None
+
+    def __str__(self) -> str:
+        return f"{'->' if self.chosen else '  '} {self.backend}: {self.reason or 'can run'}"
+
+
+def backends() -> tuple[Backend, ...]:
+    """Every backend of the registry."""
+    return tuple(_BACKENDS.values())
+
+
+def get(name: str, source: str = "backend") -> Backend:
+    """The backend of that name.
+
+    Raises:
+        ValueError: no such backend; the message names the argument or variable and lists the known ones.
+    """
+    try:
+        return _BACKENDS[name]
+    except KeyError:
+        raise ValueError(f"{source}: got {name!r}, expected one of {', '.join(_BACKENDS)}") from None
+
+
+def select(problem: Problem, arch: Arch, name: str | None = None) -> Backend:
+    """The backend that runs ``problem`` on ``arch``: the one named, else the first of the arch's order that can.
+
+    ``name=None`` reads ``LIGHTNING_INDEXER_BACKEND``.
+
+    Raises:
+        ValueError: an unknown name.
+        BackendUnavailableError: the named backend cannot run this problem here; the message says why.
+    """
+    if name is None:
+        name = envs.backend()
+        if name is not None:
+            get(name, "LIGHTNING_INDEXER_BACKEND")
+    return _select(problem, arch, name, envs.triton_interprets())
+
+
+@functools.lru_cache(maxsize=4096)
+def _select(problem: Problem, arch: Arch, name: str | None, _interprets: bool) -> Backend:
+    verdicts = explain(problem, arch, name)
+    for verdict in verdicts:
+        if verdict.chosen:
+            return _BACKENDS[verdict.backend]
+    reasons = "; ".join(f"{verdict.backend}: {verdict.reason}" for verdict in verdicts)
+    raise BackendUnavailableError(f"no backend runs {problem} on {arch.name}. {reasons}")
+
+
+def explain(problem: Problem, arch: Arch, name: str | None = None, *, installed_only: bool = True) -> list[Verdict]:
+    """What :func:`select` thinks of each backend, in the order in which it tries them.
+
+    Args:
+        problem: the facts of the call, e.g. ``Problem(4096, 32768, 32, 128)``.
+        arch: e.g. ``Arch.parse("gfx950")``; no such device is needed.
+        name: look at this backend alone.
+        installed_only: count a backend whose packages are missing on this machine as unable to run.
+    """
+    names = (get(name).name,) if name is not None else _ORDER[arch.vendor]
+    verdicts: list[Verdict] = []
+    for candidate in names:
+        backend = _BACKENDS[candidate]
+        reason = backend.supports(problem, arch) or (backend.missing() if installed_only else None)
+        verdicts.append(Verdict(candidate, reason is None and not any(v.chosen for v in verdicts), reason))
+    return verdicts
+
+
+def support_table(problem: Problem | None = None) -> dict[str, dict[str, str | None]]:
+    """``{backend: {arch: None or the reason why not}}`` for every backend and known arch.
+
+    What is installed on this machine plays no part. ``problem`` defaults to the shape of DeepSeek-V3.2, H=64, D=128.
+    """
+    problem = problem or Problem(rows=4096, keys=32768, heads=64, head_dim=128)
+    return {b.name: {arch.name: b.supports(problem, arch) for arch in Arch.known()} for b in backends()}

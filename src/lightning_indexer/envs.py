@@ -1,0 +1,33 @@
+"""The environment variables the library reads, and their validation. Nothing else reads ``os.environ``.
+
+Variables are read at each call, so that a test or a caller may change them at run time.
+"""
+
+from __future__ import annotations
+
+import os
+
+KNOWN: dict[str, str] = {
+    "LIGHTNING_INDEXER_BACKEND": "run this backend for calls that name none (see `lightning-indexer info`)",
+    "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch, e.g. gfx950",
+}
+
+
+def backend() -> str | None:
+    """Name of the backend that calls without ``backend=`` must use, or None."""
+    return os.environ.get("LIGHTNING_INDEXER_BACKEND") or None
+
+
+def arch() -> str | None:
+    """Name of the arch to assume for every device, or None."""
+    return os.environ.get("LIGHTNING_INDEXER_ARCH") or None
+
+
+def triton_interprets() -> bool:
+    """True where Triton's own ``TRITON_INTERPRET`` asks for its CPU interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
+
+
+def unknown() -> list[str]:
+    """``LIGHTNING_INDEXER_*`` variables that are set and that nothing reads: most likely a typing slip."""
+    return sorted(name for name in os.environ if name.startswith("LIGHTNING_INDEXER_") and name not in KNOWN)
