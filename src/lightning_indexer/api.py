@@ -29,8 +29,8 @@ def fp8_mqa_logits(
     """Scores every key of each row's window: the "lightning indexer" of DeepSeek-V3.2/V4 and GLM-5.
 
     ``logits[m, n] = kv_scale[n] * sum_h weights[m, h] * relu(sum_d q[m, h, d] * k[n, d])`` for ``n`` in
-    ``[ks[m], ke[m])`` clamped to ``[0, N)``, and ``-inf`` elsewhere. Source: DeepSeek-V3.2 technical report, section 2.1;
-    argument meaning as in DeepGEMM's ``fp8_mqa_logits``. docs/semantics.md states every edge case.
+    ``[ks[m], ke[m])`` clamped to ``[0, N)``, and ``-inf`` elsewhere. docs/semantics.md states every edge case.
+    Source: DeepSeek-V3.2 technical report, section 2.1; argument meaning as in DeepGEMM's ``fp8_mqa_logits``.
 
     Args:
         q: [M, H, D] float8_e4m3fn (or float8_e4m3fnuz on gfx942), last dimension contiguous.
@@ -58,7 +58,12 @@ def fp8_mqa_logits(
         k, kv_scale = kv
     except (TypeError, ValueError):
         raise TypeError(f"kv: got {type(kv).__name__}, expected the pair (k, kv_scale)") from None
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or type(q) is not torch.Tensor:
+    if isinstance(q, torch.Tensor) and (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or type(q) is not torch.Tensor
+        or q.is_meta
+    ):
         return _call_operator(
             q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, max_seqlen_k, out_dtype, out, backend
         )
@@ -204,7 +209,10 @@ def _call_operator(
     backend: str | None,
 ) -> torch.Tensor:
     if out is None:
-        return _operator(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, backend)
+        result: torch.Tensor = _operator(
+            q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, backend
+        )
+        return result
     if out.dtype != out_dtype:
         raise TypeError(f"out: got dtype {out.dtype}, expected {out_dtype}, the out_dtype of the call")
     _operator_out(q, k, kv_scale, weights, ks, ke, out, clean_logits, max_seqlen_k, backend)

@@ -84,6 +84,7 @@ def select(problem: Problem, arch: Arch, name: str | None = None) -> Backend:
     ``name=None`` reads ``LIGHTNING_INDEXER_BACKEND``.
 
     Raises:
+        TypeError: a name that is not a str.
         ValueError: an unknown name.
         BackendUnavailableError: the named backend cannot run this problem here; the message says why.
     """
@@ -91,6 +92,8 @@ def select(problem: Problem, arch: Arch, name: str | None = None) -> Backend:
         name = envs.backend()
         if name is not None:
             get(name, "LIGHTNING_INDEXER_BACKEND")
+    elif not isinstance(name, str):
+        raise TypeError(f"backend: got {type(name).__name__}, expected a str or None")
     return _select(problem, arch, name, envs.triton_interprets())
 
 

@@ -58,8 +58,8 @@ class Problem(NamedTuple):
 class Operands(NamedTuple):
     """The validated tensors of a call, in the shapes that every backend receives.
 
-    ``q`` [M, H, D] and ``k`` [N, D] fp8, last dimension contiguous; ``kv_scale`` [N] float32; ``weights`` [M, H] float32,
-    last dimension contiguous; ``ks``, ``ke`` [M] int32, contiguous.
+    ``q`` [M, H, D] and ``k`` [N, D] fp8, last dimension contiguous; ``kv_scale`` [N] float32; ``weights`` [M, H]
+    float32, last dimension contiguous; ``ks``, ``ke`` [M] int32, contiguous.
     """
 
     q: torch.Tensor
@@ -137,6 +137,8 @@ def validate(
         if tensor.stride(0) != 1 and tensor.shape[0] > 1:
             raise ValueError(f"{name}: got strides {tuple(tensor.stride())}, expected a contiguous tensor")
 
+    if not isinstance(clean_logits, bool):
+        raise TypeError(f"clean_logits: got {type(clean_logits).__name__}, expected a bool")
     if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, (int, torch.SymInt)):
         raise TypeError(f"max_seqlen_k: got {type(max_seqlen_k).__name__}, expected an int")
     if max_seqlen_k < 0 or max_seqlen_k > MAX_KEYS:

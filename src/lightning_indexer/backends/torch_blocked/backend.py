@@ -1,8 +1,8 @@
-"""``torch-blocked``: the formula in PyTorch, block by block. The CPU backend, and the fallback on every device.
+"""``torch-blocked``: the formula in PyTorch, block by block. The CPU backend, and the fallback everywhere.
 
-A block is ``block_rows`` query rows by ``block_keys`` keys. Per block: one GEMM ``[rows*H, D] x [D, keys]``, ReLU in place,
-one batched GEMV over the heads, the key scale, the mask. On a CPU the block's scores stay in cache, which is the gain over
-a plain einsum; the work is shared by PyTorch's own threads. Blocks that no window touches are skipped.
+A block is ``block_rows`` query rows by ``block_keys`` keys. Per block: one GEMM ``[rows*H, D] x [D, keys]``, ReLU in
+place, one batched GEMV over the heads, the key scale, the mask. On a CPU the block's scores stay in cache, which is the
+gain over a plain einsum; the work is shared by PyTorch's own threads. Blocks that no window touches are skipped.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Touched:
         self.table = torch.stack(table).tolist()
 
     def split(self, row: int, panel: int, panel_stop: int) -> tuple[list[int], list[int]]:
-        """First keys of the blocks in [panel, panel_stop) that a window of this row block touches, and of the others."""
+        """First keys of the blocks of [panel, panel_stop): those that a window of these rows touches, the others."""
         starts = range(panel, panel_stop, self.block_keys)
         if self.table is None:
             return list(starts), []

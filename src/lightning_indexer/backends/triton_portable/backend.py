@@ -48,7 +48,7 @@ def launch(problem: Problem, operands: Operands, out: torch.Tensor, arch: Arch, 
     if widen:
         q, k = q.view(torch.uint8), k.view(torch.uint8)
     grid = (problem.rows * -(-problem.width // config.chunk),)
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         fp8_mqa_logits_kernel[grid](
             q, k, kv_scale, weights, ks, ke, out,
             problem.rows, problem.keys, problem.width, config.chunk,
@@ -72,7 +72,7 @@ def constants(problem: Problem, config: TileConfig, widen: bool) -> dict[str, An
 
 
 def options(config: TileConfig, arch: Arch) -> dict[str, Any]:
-    """The compiler's options. Fusing a*b + c into one FMA is asked for by name: Triton 3.10 stops doing so by default."""
+    """The compiler's options. FMA fusion is asked for by name: from 3.10 on, Triton's default is not to fuse."""
     chosen: dict[str, Any] = {
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,

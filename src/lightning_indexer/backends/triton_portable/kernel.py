@@ -2,13 +2,13 @@
 
     logits[m, n] = kv_scale[n] * sum_h w[m, h] * relu(q[m, h, :] . k[n, :])   inside row m's window, -inf elsewhere
 
-Plan. One program owns `chunk` columns of one row's result. It keeps q[m] and w[m], walks the tiles of BLOCK keys that the
-row's window touches, and per tile computes K [BLOCK, D] x q^T [D, H]. Keys lie on the M side of the product, so a key's
-heads end in the registers of one quad (NVIDIA) or one lane pair (AMD) and the head sum needs no shared memory. What the
-window does not touch is filled with -inf by the same program, so every column is written exactly once.
+Plan. One program owns `chunk` columns of one row's result. It keeps q[m] and w[m], walks the tiles of BLOCK keys that
+the row's window touches, and per tile computes K [BLOCK, D] x q^T [D, H]. Keys lie on the M side of the product, so a
+key's heads end in the registers of one quad (NVIDIA) or one lane pair (AMD) and the head sum needs no shared memory.
+What the window does not touch is filled with -inf by the same program: every column is written exactly once.
 
-Programs are numbered chunk by chunk, rows from last to first: programs that run together read the same keys from L2, and
-under a causal mask the longest rows of each chunk start first.
+Programs are numbered chunk by chunk, rows from last to first: programs that run together read the same keys from L2,
+and under a causal mask the longest rows of each chunk start first.
 
 Columns and positions: column c of row m is position origin + c, where origin is 0, or ks[m] for compressed logits.
 """

@@ -1,0 +1,20 @@
+"""``lightning-indexer`` and ``python -m lightning_indexer``."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line; says what to install where its packages are missing."""
+    try:
+        from lightning_indexer.cli import app
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in ("typer", "rich", "click"):
+            raise
+        sys.exit(f"lightning-indexer: the command line needs {error.name}: pip install 'lightning-indexer[cli]'")
+    app(prog_name="lightning-indexer")
+
+
+if __name__ == "__main__":
+    main()

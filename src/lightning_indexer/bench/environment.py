@@ -1,0 +1,83 @@
+"""What a measurement was made with: machine, versions, commit, memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from lightning_indexer._version import __version__
+from lightning_indexer.arch import arch_of
+
+_PACKAGES = ("torch", "triton", "numpy", "vllm", "deep_gemm", "amd-aiter")
+
+
+def record(device: torch.device) -> dict[str, str]:
+    """Hardware, versions and commit, in the order in which reports print them."""
+    facts = {"device": device_name(device), "arch": arch_of(device).name, "lightning-indexer": __version__}
+    facts.update({name: version for name in _PACKAGES if (version := package_version(name)) is not None})
+    if torch.version.cuda and device.type == "cuda":
+        facts["cuda"] = torch.version.cuda
+    if torch.version.hip:
+        facts["rocm"] = torch.version.hip
+    facts["python"] = platform.python_version()
+    facts["commit"] = commit() or "unknown"
+    return facts
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_model()}, {torch.get_num_threads()} threads"
+
+
+def commit() -> str | None:
+    """The commit of the checkout this package runs from, ``-dirty`` where files differ; None outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        result = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on the device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 8 * 2**30  # no /proc: assume a small machine
+
+
+def _cpu_model() -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

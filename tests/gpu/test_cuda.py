@@ -1,0 +1,141 @@
+"""What only a GPU can show: real launches, streams, graph capture, compiled callers, results past 2^31 elements.
+
+The full sweep is ``lightning-indexer verify --device cuda --full``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_indexer import Problem, arch_of, dispatch, fp8_mqa_logits, reference_logits
+from lightning_indexer.bench import verify
+from lightning_indexer.bench.cases import make_inputs, make_windows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: kernels run in the interpreter instead"),
+]
+
+BACKENDS = [backend.name for backend in dispatch.backends()]
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _gate(backend: str, problem: Problem, device: torch.device) -> None:
+    [verdict] = dispatch.explain(problem, arch_of(device), backend)
+    if verdict.reason is not None:
+        pytest.skip(verdict.reason)
+
+
+def _call(shape, device, window="causal"):
+    rows, keys, heads, head_dim = shape
+    inputs = make_inputs(rows, keys, heads, head_dim, device)
+    ks, ke = make_windows(window, rows, keys, device)
+    return inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke
+
+
+def _assert_equals_reference(logits: torch.Tensor, q, kv, weights, ks, ke) -> None:
+    expected = reference_logits(q, *kv, weights, ks, ke)
+    inside = torch.isfinite(expected)
+    assert torch.equal(torch.isneginf(logits), ~inside)
+    assert verify.calc_diff(logits, expected, inside) < verify.MAX_DIFF[logits.dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_small_sweep(backend, device):
+    outcomes = list(verify.run(verify.sweep(full=False), [backend], device))
+    assert [str(o.case) + ": " + o.detail for o in outcomes if o.status == "fail"] == []
+    assert sum(o.status == "pass" for o in outcomes) > 400
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_graph_capture_replays_with_new_operands(backend, device):
+    shape = (64, 1560, 32, 128)
+    _gate(backend, Problem(*shape), device)
+    q, (k, kv_scale), weights, ks, ke = _call(shape, device)
+    out = torch.empty(shape[:2], device=device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        fp8_mqa_logits(q, (k, kv_scale), weights, ks, ke, out=out, backend=backend)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fp8_mqa_logits(q, (k, kv_scale), weights, ks, ke, out=out, backend=backend)
+    weights.mul_(-3.0)
+    ks.add_(5)
+    ke.sub_(7)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    _assert_equals_reference(out, q, (k, kv_scale), weights, ks, ke)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_runs_on_the_current_stream(backend, device):
+    shape = (32, 4096, 64, 128)
+    _gate(backend, Problem(*shape), device)
+    q, kv, weights, ks, ke = _call(shape, device, "multi_req")
+    late = torch.empty_like(weights)
+    fp8_mqa_logits(q, kv, late, ks, ke, backend=backend)  # compile first
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(weights)
+        logits = fp8_mqa_logits(q, kv, late, ks, ke, backend=backend)
+    stream.synchronize()
+    _assert_equals_reference(logits, q, kv, weights, ks, ke)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_past_2_to_31_elements(backend, device):
+    shape = (8192, 262272, 32, 32)
+    _gate(backend, Problem(*shape), device)
+    if torch.cuda.mem_get_info(device)[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of GPU memory")
+    q, kv, weights, ks, ke = _call(shape, device)
+    logits = fp8_mqa_logits(q, kv, weights, ks, ke, backend=backend)
+    for rows in (slice(0, 4), slice(8190, 8192)):
+        _assert_equals_reference(logits[rows], q[rows], kv, weights[rows], ks[rows], ke[rows])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zeros_are_positive(backend, device):
+    shape = (8, 300, 32, 64)
+    _gate(backend, Problem(*shape), device)
+    q, (k, kv_scale), weights, ks, ke = _call(shape, device)
+    for scale in (kv_scale, -kv_scale):
+        logits = fp8_mqa_logits(torch.zeros_like(q), (k, scale), -weights.abs(), ks, ke, backend=backend)
+        inside = torch.isfinite(logits)
+        assert not torch.signbit(logits[inside]).any()
+        assert (logits[inside] == 0).all()
+
+
+def test_operator_on_cuda(device):
+    q, kv, weights, ks, ke = _call((16, 256, 32, 128), device)
+    operator = torch.ops.lightning_indexer.fp8_mqa_logits.default
+    torch.library.opcheck(operator, (q, *kv, weights, ks, ke, True, 0, torch.float32, None))
+
+
+def test_torch_compile_equals_eager(device):
+    def score(q, k, kv_scale, weights, ks, ke):
+        return fp8_mqa_logits(q, (k, kv_scale), weights * 0.5, ks, ke).relu()
+
+    compiled = torch.compile(score, fullgraph=True)
+    for keys in (256, 384):
+        q, kv, weights, ks, ke = _call((16, keys, 32, 128), device)
+        assert torch.equal(compiled(q, *kv, weights, ks, ke), score(q, *kv, weights, ks, ke))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_second_device_while_the_first_is_current():
+    device = torch.device("cuda", 1)
+    with torch.cuda.device(0):
+        q, kv, weights, ks, ke = _call((16, 256, 32, 128), device)
+        logits = fp8_mqa_logits(q, kv, weights, ks, ke)
+    assert logits.device == device
+    _assert_equals_reference(logits, q, kv, weights, ks, ke)
