@@ -95,24 +95,22 @@ def _run(
     problem = Problem(
         rows, k.shape[0], heads, head_dim, q.dtype, k.dtype, out_dtype, clean_logits, max_seqlen_k, is_aligned(q, k)
     )
-    chosen = dispatch.select(problem, arch, backend)
+    run = dispatch.prepare(problem, arch, backend)
     if out is None:
         out = allocate(rows, problem.width, out_dtype, q.device)
     if rows == 0 or problem.keys == 0:
         return out
-    chosen.run(problem, _to_native_dialect(operands, arch), out, arch)
+    run(_to_native_dialect(operands, arch) if arch.fp8 == "fnuz" else operands, out)
     return out
 
 
 def allocate(rows: int, width: int, out_dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised [rows, width] result whose row stride is padded."""
-    return torch.empty((rows, row_stride(width, out_dtype)), dtype=out_dtype, device=device)[:, :width]
+    return torch.empty_strided((rows, width), (row_stride(width, out_dtype), 1), dtype=out_dtype, device=device)
 
 
 def _to_native_dialect(operands: Operands, arch: Arch) -> Operands:
     """On gfx942, fn operands read as fnuz: byte 0x80 scrubbed, and a factor 2 each that goes into ``kv_scale``."""
-    if arch.fp8 != "fnuz":
-        return operands
     q, k, factor = operands.q, operands.k, 1.0
     if q.dtype is torch.float8_e4m3fn:
         q, factor = fp8.fn_to_fnuz(q), factor * fp8.FN_AS_FNUZ_FACTOR

@@ -91,7 +91,8 @@ def arch_of(device: torch.device | str) -> Arch:
             return Arch.parse(forced)
         except ValueError as error:
             raise ValueError(f"LIGHTNING_INDEXER_ARCH: {error}") from None
-    device = torch.device(device)
+    if isinstance(device, str):
+        device = torch.device(device)
     if device.type == "cpu":
         return _TABLE["cpu"]
     if device.type == "cuda":

@@ -358,8 +358,8 @@ def _device(name: str | None) -> torch.device:
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"got {name!r}, and PyTorch sees {torch.cuda.device_count()} GPUs here")
         if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)
-            return torch.device("cuda", torch.cuda.current_device())
         return device
 
 

@@ -6,6 +6,7 @@ Nothing here touches a device or imports a kernel, so the whole table can be que
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,9 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.backends.torch_blocked.backend import TorchBlocked
 from lightning_indexer.backends.triton_portable.backend import TritonPortable
 from lightning_indexer.problem import Operands, Problem
+
+# Writes the logits into ``out`` [M, width] on the current stream. Never validates, never allocates the result.
+Run = Callable[[Operands, torch.Tensor], None]
 
 
 class Backend(Protocol):
@@ -30,8 +34,8 @@ class Backend(Protocol):
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         """None, or a sentence saying why this problem cannot run on this arch. Pure: no device, no import."""
 
-    def run(self, problem: Problem, operands: Operands, out: torch.Tensor, arch: Arch) -> None:
-        """Writes the logits into ``out`` [M, width] on the current stream. Never allocates the result, never syncs."""
+    def prepare(self, problem: Problem, arch: Arch) -> Run:
+        """Everything that depends on the facts alone (tile sizes, the kernel), done once; the result is cached."""
 
 
 _BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TritonPortable(), TorchBlocked())}
@@ -70,8 +74,11 @@ def get(name: str, source: str = "backend") -> Backend:
     """The backend of that name.
 
     Raises:
+        TypeError: a name that is not a str.
         ValueError: no such backend; the message names the argument or variable and lists the known ones.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"{source}: got {type(name).__name__}, expected a str or None")
     try:
         return _BACKENDS[name]
     except KeyError:
@@ -88,23 +95,35 @@ def select(problem: Problem, arch: Arch, name: str | None = None) -> Backend:
         ValueError: an unknown name.
         BackendUnavailableError: the named backend cannot run this problem here; the message says why.
     """
+    source = "backend"
     if name is None:
-        name = envs.backend()
-        if name is not None:
-            get(name, "LIGHTNING_INDEXER_BACKEND")
-    elif not isinstance(name, str):
-        raise TypeError(f"backend: got {type(name).__name__}, expected a str or None")
-    return _select(problem, arch, name, envs.triton_interprets())
-
-
-@functools.lru_cache(maxsize=4096)
-def _select(problem: Problem, arch: Arch, name: str | None, _interprets: bool) -> Backend:
+        name, source = envs.backend(), "LIGHTNING_INDEXER_BACKEND"
+    if name is not None:
+        get(name, source)
     verdicts = explain(problem, arch, name)
     for verdict in verdicts:
         if verdict.chosen:
             return _BACKENDS[verdict.backend]
     reasons = "; ".join(f"{verdict.backend}: {verdict.reason}" for verdict in verdicts)
     raise BackendUnavailableError(f"no backend runs {problem} on {arch.name}. {reasons}")
+
+
+def prepare(problem: Problem, arch: Arch, name: str | None = None) -> Run:
+    """:func:`select`, then the backend's own preparation; cached, so that a repeated call costs one look-up.
+
+    Raises:
+        As :func:`select`.
+    """
+    if name is not None:
+        get(name)
+    # Whatever selection reads from the environment is part of the key.
+    interprets = arch.vendor == "cpu" and envs.triton_interprets()
+    return _prepare(problem, arch, name, envs.backend() if name is None else None, interprets)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(problem: Problem, arch: Arch, name: str | None, _environment: str | None, _interprets: bool) -> Run:
+    return select(problem, arch, name).prepare(problem, arch)
 
 
 def explain(problem: Problem, arch: Arch, name: str | None = None, *, installed_only: bool = True) -> list[Verdict]:

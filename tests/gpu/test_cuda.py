@@ -118,7 +118,10 @@ def test_zeros_are_positive(backend, device):
 def test_operator_on_cuda(device):
     q, kv, weights, ks, ke = _call((16, 256, 32, 128), device)
     operator = torch.ops.lightning_indexer.fp8_mqa_logits.default
-    torch.library.opcheck(operator, (q, *kv, weights, ks, ke, True, 0, torch.float32, None))
+    # test_schema multiplies its inputs, which CUDA has no fp8 kernel for; tests/cpu/test_operator.py runs it.
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    arguments = (q, *kv, weights, ks, ke, True, 0, torch.float32, None)
+    torch.library.opcheck(operator, arguments, test_utils=tests)
 
 
 def test_torch_compile_equals_eager(device):

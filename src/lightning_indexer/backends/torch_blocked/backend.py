@@ -7,10 +7,13 @@ gain over a plain einsum; the work is shared by PyTorch's own threads. Blocks th
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.torch_blocked.config import heuristic
+from lightning_indexer.backends.torch_blocked.config import BlockConfig, heuristic
 from lightning_indexer.problem import Operands, Problem
 
 
@@ -24,39 +27,42 @@ class TorchBlocked:
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         return None
 
-    @torch.no_grad()
-    def run(self, problem: Problem, operands: Operands, out: torch.Tensor, arch: Arch) -> None:
-        config = heuristic(problem, arch)
-        q, k, kv_scale, weights, ks, ke = operands
-        rows, keys = problem.rows, problem.keys
-        lo, hi = ks.clamp(min=0), ke.clamp(max=keys)  # an empty window has hi <= lo
-        touched = _Touched(lo, hi, config.block_rows, config.block_keys, keys)
-        scores = torch.empty((config.block_rows * problem.heads, config.block_keys), device=q.device)
+    def prepare(self, problem: Problem, arch: Arch) -> Callable[[Operands, torch.Tensor], None]:
+        return functools.partial(_run, problem, heuristic(problem, arch))
 
-        for panel in range(0, keys, config.panel_keys):
-            panel_stop = min(panel + config.panel_keys, keys)
-            k_panel = k[panel:panel_stop].float()
-            for row in range(0, rows, config.block_rows):
-                row_stop = min(row + config.block_rows, rows)
-                blocks, skipped = touched.split(row, panel, panel_stop)
-                if problem.clean_logits:
-                    for key in skipped:
-                        out[row:row_stop, key : min(key + config.block_keys, keys)] = float("-inf")
-                if not blocks:
-                    continue
-                q_rows = q[row:row_stop].float().reshape(-1, problem.head_dim)
-                w_rows = weights[row:row_stop, None, :]
-                store = _Store(problem, out[row:row_stop], ks[row:row_stop], lo[row:row_stop], hi[row:row_stop])
-                for key in blocks:
-                    key_stop = min(key + config.block_keys, keys)
-                    block = scores[: q_rows.shape[0], : key_stop - key]
-                    torch.mm(q_rows, k_panel[key - panel : key_stop - panel].t(), out=block)
-                    block.relu_()
-                    logits = torch.bmm(w_rows, block.view(row_stop - row, problem.heads, -1))[:, 0]
-                    logits *= kv_scale[key:key_stop]
-                    logits += 0.0  # -0.0 becomes +0.0
-                    store.block(logits, key, key_stop, inside=touched.inside(row, key))
-                store.finish()
+
+@torch.no_grad()
+def _run(problem: Problem, config: BlockConfig, operands: Operands, out: torch.Tensor) -> None:
+    q, k, kv_scale, weights, ks, ke = operands
+    rows, keys = problem.rows, problem.keys
+    lo, hi = ks.clamp(min=0), ke.clamp(max=keys)  # an empty window has hi <= lo
+    touched = _Touched(lo, hi, config.block_rows, config.block_keys, keys)
+    scores = torch.empty((config.block_rows * problem.heads, config.block_keys), device=q.device)
+
+    for panel in range(0, keys, config.panel_keys):
+        panel_stop = min(panel + config.panel_keys, keys)
+        k_panel = k[panel:panel_stop].float()
+        for row in range(0, rows, config.block_rows):
+            row_stop = min(row + config.block_rows, rows)
+            blocks, skipped = touched.split(row, panel, panel_stop)
+            if problem.clean_logits:
+                for key in skipped:
+                    out[row:row_stop, key : min(key + config.block_keys, keys)] = float("-inf")
+            if not blocks:
+                continue
+            q_rows = q[row:row_stop].float().reshape(-1, problem.head_dim)
+            w_rows = weights[row:row_stop, None, :]
+            store = _Store(problem, out[row:row_stop], ks[row:row_stop], lo[row:row_stop], hi[row:row_stop])
+            for key in blocks:
+                key_stop = min(key + config.block_keys, keys)
+                block = scores[: q_rows.shape[0], : key_stop - key]
+                torch.mm(q_rows, k_panel[key - panel : key_stop - panel].t(), out=block)
+                block.relu_()
+                logits = torch.bmm(w_rows, block.view(row_stop - row, problem.heads, -1))[:, 0]
+                logits *= kv_scale[key:key_stop]
+                logits += 0.0  # -0.0 becomes +0.0
+                store.block(logits, key, key_stop, inside=touched.inside(row, key))
+            store.finish()
 
 
 class _Touched:

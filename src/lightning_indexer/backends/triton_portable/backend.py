@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from typing import Any
@@ -35,31 +36,66 @@ class TritonPortable:
             return f"D={problem.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         return None
 
-    def run(self, problem: Problem, operands: Operands, out: torch.Tensor, arch: Arch) -> None:
-        launch(problem, operands, out, arch, heuristic(problem, arch))
+    def prepare(self, problem: Problem, arch: Arch) -> Launch:
+        return Launch(problem, arch, heuristic(problem, arch))
+
+
+class Launch:
+    """The kernel for one problem and one tile config; called with the tensors, it runs on the current stream."""
+
+    def __init__(self, problem: Problem, arch: Arch, config: TileConfig) -> None:
+        self.sizes = (problem.rows, problem.keys, problem.width, config.chunk)
+        self.grid = (problem.rows * -(-problem.width // config.chunk), 1, 1)
+        self.widen = arch.fp8 == "none"
+        self.constants = constants(problem, config, self.widen)
+        self.options = options(config, arch)
+        # Compiled kernels by device, for operands that Triton specialises alike: every address and stride on 16.
+        self.compiled: dict[torch.device, Any] = {}
+
+    def __call__(self, operands: Operands, out: torch.Tensor) -> None:
+        from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel
+
+        q, k, kv_scale, weights, ks, ke = operands
+        if self.widen:
+            q, k = q.view(torch.uint8), k.view(torch.uint8)
+        strides = (q.stride(0), q.stride(1), k.stride(0), weights.stride(0), out.stride(0))
+        arguments = (q, k, kv_scale, weights, ks, ke, out, *self.sizes, *strides)
+        with _device_guard(q.device):
+            if not self._aligned(arguments, strides):
+                fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
+            elif (compiled := self.compiled.get(q.device)) is not None:
+                # Half the host time of the line below, which looks at every argument to find the same kernel.
+                compiled[self.grid](*arguments, *self.constants.values())
+            else:
+                compiled = fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
+                if compiled is not None:  # the interpreter has nothing to keep
+                    self.compiled[q.device] = compiled
+
+    def _aligned(self, arguments: tuple[Any, ...], strides: tuple[int, ...]) -> bool:
+        addresses = self.sizes[2]
+        for tensor in arguments[:7]:
+            addresses |= tensor.data_ptr()
+        s = strides[0] | strides[1] | strides[2] | strides[3] | strides[4]
+        return not (addresses | s) & 15 and s < 2**31
+
+
+def _device_guard(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes ``device`` current where another one is; free where it already is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def launch(problem: Problem, operands: Operands, out: torch.Tensor, arch: Arch, config: TileConfig) -> None:
-    """Launches the kernel on the current stream with the tile sizes of ``config``."""
-    from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel
-
-    q, k, kv_scale, weights, ks, ke = operands
-    widen = arch.fp8 == "none"
-    if widen:
-        q, k = q.view(torch.uint8), k.view(torch.uint8)
-    grid = (problem.rows * -(-problem.width // config.chunk),)
-    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        fp8_mqa_logits_kernel[grid](
-            q, k, kv_scale, weights, ks, ke, out,
-            problem.rows, problem.keys, problem.width, config.chunk,
-            q.stride(0), q.stride(1), k.stride(0), weights.stride(0), out.stride(0),
-            **constants(problem, config, widen),
-            **options(config, arch),
-        )  # fmt: skip
+    """Runs the kernel with the tile sizes of ``config`` rather than the heuristic's."""
+    Launch(problem, arch, config)(operands, out)
 
 
 def constants(problem: Problem, config: TileConfig, widen: bool) -> dict[str, Any]:
-    """The kernel's compile-time arguments."""
+    """The kernel's compile-time arguments, in the order of its signature."""
     return {
         "HEADS": problem.heads,
         "PADDED_HEADS": max(16, problem.heads),

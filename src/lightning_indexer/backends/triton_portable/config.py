@@ -39,6 +39,10 @@ def heuristic(problem: Problem, arch: Arch) -> TileConfig:
 def _chunk(problem: Problem, arch: Arch) -> int:
     """Long enough that loading q and starting the pipeline do not show, short enough that every unit has work."""
     chunk = 8192
-    while chunk > 512 and problem.rows * -(-problem.width // chunk) < 12 * arch.units:
+    while chunk > 256:
+        programs = problem.rows * -(-problem.width // chunk)
+        # Long windows are cut for balance, short ones only to give every unit something.
+        if programs >= (12 if chunk > 1024 else 4) * arch.units:
+            break
         chunk //= 2
     return chunk
