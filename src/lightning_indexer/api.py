@@ -193,6 +193,7 @@ def _(
     )  # fmt: skip
 
 
+@torch.no_grad()
 def _call_operator(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -91,7 +91,8 @@ def validate(
         TypeError: an argument that is not a tensor, or has the wrong dtype.
         ValueError: a wrong rank, shape, stride or device, or options that exclude each other.
     """
-    if out is None and not max_seqlen_k and _is_plain(q, k, kv_scale, weights, ks, ke, out_dtype):
+    plain_options = out is None and type(clean_logits) is bool and type(max_seqlen_k) is int and max_seqlen_k == 0
+    if plain_options and _is_plain(q, k, kv_scale, weights, ks, ke, out_dtype):
         return Operands(q, k, kv_scale, weights, ks, ke)
     for name, tensor, dtypes, rank in (
         ("q", q, FP8_DTYPES, 3),
