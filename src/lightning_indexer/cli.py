@@ -214,7 +214,7 @@ def bench(
     device: DeviceOption = None,
     backend: BackendOption = None,
     heads: Annotated[str, typer.Option(help="Heads, comma-separated.")] = "32,64",
-    head_dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 128,
     shapes: Annotated[str | None, typer.Option(help="S_QxS_K,… Default: eight on a GPU, three on a CPU.")] = None,
     windows: Annotated[str, typer.Option(help="Windows, comma-separated.")] = "causal,multi_req",
     forms: Annotated[
@@ -244,8 +244,11 @@ def bench(
         backends=tuple(backends),
         budget_ms=budget_ms,
     )
+    left_out = chosen.left_out()
+    if not chosen.cases():
+        raise typer.BadParameter(f"no case is left: {'; '.join(left_out)}", param_hint="--windows")
     found, absent = peers_module.find(where) if peers else ([], [])
-    notes = [f"{peer.name}: {peer.note}" for peer in found] + [f"not measured: {line}" for line in absent]
+    notes = [f"{peer.name}: {peer.note}" for peer in found] + [f"not measured: {line}" for line in absent + left_out]
     rows = []
     with _progress() as progress:
         total = len(chosen.cases()) * (len(backends) + len(found))

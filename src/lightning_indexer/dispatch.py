@@ -14,6 +14,7 @@ import torch
 
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch
+from lightning_indexer.backends.cuda_sm90.backend import CudaSm90
 from lightning_indexer.backends.torch_blocked.backend import TorchBlocked
 from lightning_indexer.backends.triton_portable.backend import TritonPortable
 from lightning_indexer.problem import Operands, Problem
@@ -38,11 +39,11 @@ class Backend(Protocol):
         """Everything that depends on the facts alone (tile sizes, the kernel), done once; the result is cached."""
 
 
-_BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TritonPortable(), TorchBlocked())}
+_BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CudaSm90(), TritonPortable(), TorchBlocked())}
 
 # The order in which backends are tried, by vendor: the first whose gate is open and whose packages are here.
 _ORDER: dict[str, tuple[str, ...]] = {
-    "nvidia": ("triton-portable", "torch-blocked"),
+    "nvidia": ("cuda-sm90", "triton-portable", "torch-blocked"),
     "amd": ("triton-portable", "torch-blocked"),
     "cpu": ("torch-blocked", "triton-portable"),
     "other": ("torch-blocked",),

@@ -6,10 +6,12 @@ Variables are read at each call, so that a test or a caller may change them at r
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 KNOWN: dict[str, str] = {
     "LIGHTNING_INDEXER_BACKEND": "run this backend for calls that name none (see `lightning-indexer info`)",
     "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch, e.g. gfx950",
+    "LIGHTNING_INDEXER_CACHE_DIR": "keep compiled kernels here (default ~/.cache/lightning-indexer)",
 }
 
 
@@ -21,6 +23,12 @@ def backend() -> str | None:
 def arch() -> str | None:
     """Name of the arch to assume for every device, or None."""
     return os.environ.get("LIGHTNING_INDEXER_ARCH") or None
+
+
+def cache_dir() -> Path | None:
+    """Where compiled kernels go, or None for the default."""
+    value = os.environ.get("LIGHTNING_INDEXER_CACHE_DIR")
+    return Path(value).expanduser() if value else None
 
 
 def triton_interprets() -> bool:

@@ -6,6 +6,8 @@ import torch
 
 # Scores [H, rows, N] of one row chunk stay under this.
 _SCORE_BYTES = 2**30
+# calc_diff widens this many elements to float64 at a time.
+_DIFF_ELEMENTS = 2**25
 
 
 def reference_scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -65,7 +67,7 @@ def calc_diff(x: torch.Tensor, y: torch.Tensor, where: torch.Tensor | None = Non
         The difference; 0.0 where nothing counts or both are zero, NaN if a counted position is NaN.
     """
     cross = square = 0.0
-    step = max(1, 2**25 // max(1, x[:1].numel()))
+    step = max(1, _DIFF_ELEMENTS // max(1, x[:1].numel()))
     for start in range(0, x.shape[0], step):
         rows = slice(start, start + step)
         a, b = x[rows].double(), y[rows].double()

@@ -103,7 +103,7 @@ def make_windows(window: Window, s_q: int, s_k: int, device: torch.device) -> tu
         ks, ke = torch.zeros_like(row), chunk * half + row % half + 1
     elif window == "misaligned":
         ks = (row * 37 + 1) % max(1, s_k // 2) | 1
-        ke = s_k - ((row * 53 + 3) % max(1, s_k // 3)) - (1 - s_k % 2)
+        ke = s_k - ((row * 59 + 3) % max(1, s_k // 3) & ~1) - (1 - s_k % 2)
     elif window == "empty":
         ks, ke = torch.zeros_like(row), base + row + 1
         ke = torch.where(row % 4 == 1, -1 - row, ke)

@@ -63,14 +63,11 @@ class DeepGemm:
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
-        parameters = inspect.signature(module.fp8_fp4_mqa_logits).parameters if self._has("fp8_fp4_mqa_logits") else {}
         # The form that vLLM bundles since 2026 has no clean_logits: compressed logits alone, tail left as it is.
-        self.compressed_only = bool(parameters) and "clean_logits" not in parameters
+        newest = getattr(module, "fp8_fp4_mqa_logits", None)
+        self.compressed_only = newest is not None and not _takes(newest, "clean_logits")
         forms = "compressed logits only" if self.compressed_only else "all forms, -inf in a second pass"
         self.note = f"{module.__name__} {getattr(module, '__version__', '')}, {forms}".replace(" ,", ",")
-
-    def _has(self, name: str) -> bool:
-        return hasattr(self.module, name)
 
     def supports(self, case: Case, device: torch.device) -> str | None:
         if self.compressed_only and case.form != "compressed":
@@ -125,6 +122,13 @@ def find(device: torch.device) -> tuple[list[Peer], list[str]]:
     if aiter is not None:
         peers.append(Aiter(aiter.fp8_mqa_logits))
     return peers, absent
+
+
+def _takes(function: Callable[..., object], argument: str) -> bool:
+    try:
+        return argument in inspect.signature(function).parameters
+    except ValueError:  # of pybind11, as in DeepGEMM itself: the signature is in the docstring
+        return argument in (function.__doc__ or "")
 
 
 def _first_module(names: tuple[str, ...], absent: list[str]) -> ModuleType | None:

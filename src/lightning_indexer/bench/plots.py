@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def roofline(rows: Sequence[Row], ceilings: Ceilings, title: str, path: Path) ->
         f"{ceilings.product_name} product {ceilings.product_tflops:.4g} TFLOP/s, copy {ceilings.copy_gbs:.4g} GB/s",
         (x[-1], ceilings.product_tflops), xytext=(-4, 5), textcoords="offset points", ha="right", fontsize=9,
     )  # fmt: skip
-    for colour, contender in zip(_COLOURS, dict.fromkeys(row.contender for row in measured), strict=False):
+    contenders = dict.fromkeys(row.contender for row in measured)
+    for colour, contender in zip(itertools.cycle(_COLOURS), contenders, strict=False):
         mine = [row for row in measured if row.contender == contender]
         axes.scatter(
             [row.flop / row.bytes for row in mine], [row.tflops or 0.0 for row in mine], s=26, alpha=0.75, color=colour,

@@ -151,7 +151,7 @@ def records(rows: Sequence[Row]) -> list[dict[str, object]]:
             "positions": row.positions,
             "flop": row.flop,
             "bytes": row.bytes,
-            "calc_diff": row.diff,
+            "calc_diff": None if row.diff is None or math.isnan(row.diff) else row.diff,
             "note": row.note,
         }
         for row in rows
@@ -182,5 +182,5 @@ def write(
         "copy_gbs": ceilings.copy_gbs,
     }
     document = {"environment": facts, "ceilings": measured, "rows": flat, "summary": summary}
-    paths[2].write_text(json.dumps(document, indent=1) + "\n")
+    paths[2].write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     return paths

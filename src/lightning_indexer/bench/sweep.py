@@ -20,6 +20,7 @@ from lightning_indexer.bench.cases import (
     make_inputs,
     make_windows,
     positions_in_windows,
+    window_applies,
 )
 from lightning_indexer.bench.environment import available_bytes
 from lightning_indexer.bench.peers import Peer
@@ -76,6 +77,15 @@ class Plan:
         return [
             Case(s_q, s_k, heads, self.head_dim, window, form)
             for heads, window, (s_q, s_k), form in itertools.product(self.heads, self.windows, self.shapes, self.forms)
+            if window_applies(window, s_q, s_k)
+        ]
+
+    def left_out(self) -> list[str]:
+        """A line for each window that does not apply to a shape."""
+        return [
+            f"{window} at {s_q}x{s_k}, which needs s_k a multiple of an even s_q"
+            for window, (s_q, s_k) in itertools.product(self.windows, self.shapes)
+            if not window_applies(window, s_q, s_k)
         ]
 
 

@@ -1,7 +1,7 @@
 """DeepGEMM's prefill calls. Two generations of it are in use, and their sixth argument differs:
 
-- ``fp8_mqa_logits(q, kv, weights, start, end, clean_logits, max_seqlen_k)``: the older form, kept as a legacy call in the
-  repository at 54e2261;
+- ``fp8_mqa_logits(q, kv, weights, start, end, clean_logits, max_seqlen_k)``: the older form, kept as a legacy call in
+  the repository at 54e2261;
 - ``fp8_fp4_mqa_logits((q, None), kv, weights, start, end, max_seqlen_k, schedule_meta)``: the newer form, of the build
   inside the vLLM 0.33 wheel (``vllm.third_party.deep_gemm``). It has compressed logits only.
 

@@ -1,0 +1,151 @@
+"""``cuda-sm90``: the hand-written Hopper kernel. Gate, tensor maps, launch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_indexer.arch import Arch
+from lightning_indexer.backends.cuda_sm90.config import PAIRS, STAGE_KEYS, THREADS, KernelConfig, heuristic
+from lightning_indexer.problem import Operands, Problem
+from lightning_indexer.toolchain import nvrtc
+
+SOURCE = Path(__file__).with_name("kernel.cuh")
+HEADS = (8, 16, 32, 64, 128)
+HEAD_DIMS = (32, 64, 128)
+
+
+class CudaSm90:
+    name = "cuda-sm90"
+    summary = "CUDA C++ for Hopper: WGMMA, tensor copy engine, compiled at run time by NVRTC"
+
+    def missing(self) -> str | None:
+        return nvrtc.missing()
+
+    def supports(self, problem: Problem, arch: Arch) -> str | None:
+        if arch.name != "sm90":
+            return f"needs sm90 (H100, H200), this is {arch.name}"
+        if problem.heads not in HEADS:
+            return f"H={problem.heads} is not one of {', '.join(map(str, HEADS))}"
+        if problem.head_dim not in HEAD_DIMS:
+            return f"D={problem.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if not problem.aligned:
+            return "rows of q and k must start on 16-byte boundaries for the tensor copy engine"
+        return None
+
+    def prepare(self, problem: Problem, arch: Arch) -> Launch:
+        return Launch(problem, heuristic(problem, arch))
+
+
+class Launch:
+    """The kernel for one problem; called with the tensors, it runs on the current stream."""
+
+    def __init__(self, problem: Problem, config: KernelConfig) -> None:
+        self.problem, self.config = problem, config
+        self.sizes = (problem.rows, problem.keys, problem.width)
+
+    def __call__(self, operands: Operands, out: torch.Tensor) -> None:
+        q, k, kv_scale, weights, ks, ke = operands
+        device = q.get_device()
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(operands, out)
+        heads, head_dim = self.config.heads, self.config.head_dim
+        q_map = _q_map(q.data_ptr(), self.problem.rows, heads, head_dim, q.stride(0), q.stride(1))
+        k_map = _k_map(k.data_ptr(), self.problem.keys, head_dim, k.stride(0))
+        parameters = _Parameters()
+        base = ctypes.addressof(parameters)
+        parameters.pointers[:] = (q_map[1], k_map[1], base + _Parameters.arguments.offset)
+        _ARGUMENTS.pack_into(
+            parameters.arguments, 0,
+            kv_scale.data_ptr(), weights.data_ptr(), ks.data_ptr(), ke.data_ptr(), out.data_ptr(),
+            weights.stride(0), out.stride(0), *self.sizes,
+        )  # fmt: skip
+        function, launch, check = _function(self.config, device)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        check(launch(
+            function, self.config.ctas, 1, 1, THREADS, 1, 1, self.config.shared_bytes, stream, base, 0
+        ))  # fmt: skip
+        return None
+
+
+# struct Arguments of kernel.cuh.
+_ARGUMENTS = struct.Struct("<5Q2q3i4x")
+
+
+class _Parameters(ctypes.Structure):
+    _fields_ = (("pointers", ctypes.c_void_p * 3), ("arguments", ctypes.c_ubyte * _ARGUMENTS.size))
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed."""
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    if result[0] != 0:
+        from cuda.bindings import driver
+
+        _, name = driver.cuGetErrorName(result[0])
+        raise DriverError(f"CUDA driver: {name.decode() if name else result[0]}")
+    return result[1] if len(result) > 1 else None
+
+
+@functools.cache
+def _function(config: KernelConfig, device: int) -> tuple[Any, Any, Any]:
+    """The loaded kernel on the device that is current, and the two functions that a launch calls."""
+    from cuda.bindings import driver
+
+    module = _check(driver.cuModuleLoadData(nvrtc.cubin(SOURCE, "sm_90a", config.macros())))
+    function = _check(driver.cuModuleGetFunction(module, config.name.encode()))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _check(driver.cuFuncSetAttribute(function, attribute, config.shared_bytes))
+    return function, driver.cuLaunchKernel, _check
+
+
+# A tensor map is a pure function of address and layout, and engines reuse their buffers: the last ones are kept.
+@functools.lru_cache(maxsize=1024)
+def _q_map(address: int, rows: int, heads: int, head_dim: int, stride_m: int, stride_h: int) -> tuple[Any, int]:
+    """q [M, H, D] so that one load lays (row, head) pairs in the order of kernel.cuh: pair 8j + 2t + b.
+
+    Dimensions, fastest first: channel; b, the even or odd head; lanes that share a row (two at H = 128, each with half of
+    the heads); row; j, the pair of heads.
+    """
+    rows_of_block = PAIRS // heads
+    lanes = 4 // rows_of_block if rows_of_block < 4 else 1
+    dims = (head_dim, 2, lanes, rows, heads // lanes // 2)
+    strides = (stride_h, stride_h * (heads // lanes), stride_m, 2 * stride_h)
+    box = (head_dim, 2, lanes, min(4, rows_of_block), heads // lanes // 2)
+    return _encode(address, dims, strides, box)
+
+
+@functools.lru_cache(maxsize=1024)
+def _k_map(address: int, keys: int, head_dim: int, stride: int) -> tuple[Any, int]:
+    """k [N, D], a stage of keys a load."""
+    return _encode(address, (head_dim, keys), (stride,), (head_dim, STAGE_KEYS))
+
+
+def _encode(
+    address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> tuple[Any, int]:  # fmt: skip
+    """A tensor map of bytes, rows of ``dims[0]`` bytes swizzled over their own length; and its address."""
+    from cuda.bindings import driver
+
+    swizzle = {
+        128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+        32: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,
+    }[dims[0]]
+    tensor_map = _check(driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, len(dims), address,
+        [driver.cuuint64_t(dim) for dim in dims], [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(side) for side in box], [driver.cuuint32_t(1)] * len(dims),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    ))  # fmt: skip
+    return tensor_map, tensor_map.getPtr()

@@ -1,0 +1,73 @@
+"""Compile-time and launch configuration of ``cuda-sm90``: a pure function of the problem and the arch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_indexer.arch import Arch
+from lightning_indexer.problem import Problem
+
+# kernel.cuh's plan; its static asserts hold these to it.
+PAIRS = 256
+STAGE_KEYS = 128
+Q_STAGES = 2
+THREADS = 384
+# What a CTA may ask for on sm_90.
+SHARED_LIMIT = 227 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    """One instantiation of the kernel and its grid.
+
+    Attributes:
+        heads, head_dim: H and D.
+        form: ``clean``, ``nocl`` (outside the windows unspecified) or ``compressed``.
+        out: ``f32`` or ``bf16``.
+        k_stages: 128-key buffers between the copy engine and the tensor cores.
+        ctas: persistent CTAs, one a multiprocessor.
+    """
+
+    heads: int
+    head_dim: int
+    form: str
+    out: str
+    k_stages: int
+    ctas: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in traces."""
+        return f"fp8_mqa_logits_H{self.heads}_D{self.head_dim}_m64n256_k{self.k_stages}_{self.form}_{self.out}_sm90"
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a row block."""
+        return PAIRS // self.heads
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA: q, k, then at most 16 KiB of the rest, and room to align to 1 KiB."""
+        return (Q_STAGES * PAIRS + self.k_stages * STAGE_KEYS) * self.head_dim + 16 * 1024
+
+    def macros(self) -> dict[str, str | int]:
+        """What the source is compiled with."""
+        return {
+            "HEADS": self.heads,
+            "HEAD_DIM": self.head_dim,
+            "CLEAN": int(self.form == "clean"),
+            "COMPRESSED": int(self.form == "compressed"),
+            "OUT_BF16": int(self.out == "bf16"),
+            "KSTAGES": self.k_stages,
+            "SHARED_BYTES": self.shared_bytes,
+            "KERNEL_NAME": self.name,
+        }
+
+
+def heuristic(problem: Problem, arch: Arch) -> KernelConfig:
+    """Six key stages cover the latency of a load from HBM; the schedule inside the kernel does the rest."""
+    form = "compressed" if problem.compressed else "clean" if problem.clean_logits else "nocl"
+    out = "f32" if problem.out_dtype is torch.float32 else "bf16"
+    return KernelConfig(problem.heads, problem.head_dim, form, out, 6, arch.units)

@@ -1,0 +1,419 @@
+// fp8_mqa_logits for Hopper (sm_90a).
+//
+//   logits[m, n] = kv_scale[n] * sum_h w[m, h] * relu(q[m, h, :] . k[n, :])   inside row m's window, -inf elsewhere
+//
+// One CTA a multiprocessor, 384 threads: two math warpgroups, one producer warp, three fill warps.
+//
+// Tile. A math warpgroup multiplies 64 keys by 256 (row, head) pairs: m64n256k32, D/32 of them. The pairs are laid out so
+// that column 8j + 2t + b of the product belongs to row t (and t + 4, ...) of the row block. In WGMMA's result layout lane
+// t of a quad holds exactly those columns: every lane sums all heads of its own rows, and no value crosses a lane. Eight
+// lanes of equal t hold eight neighbouring keys of one row: each store fills whole 32-byte sectors.
+//
+// ReLU. |score| <= 448 * 448 * 128 < 2^25, so saturate(score * 2^-25) is relu(score) * 2^-25 exactly, one FMUL.SAT on the
+// full-rate FMA pipe instead of FMNMX on the half-rate ALU pipe; kv_scale takes the 2^25 back.
+//
+// Overlap. Two warpgroups and one tensor pipe: while one runs its epilogue (about 320 issue slots a tile) the other's
+// product (about 610 cycles) occupies the tensor cores.
+//
+// Schedule. The windows of a row block span a number of stages (128 keys); the stages of all row blocks in a row are cut
+// into gridDim.x equal pieces, each CTA finding its piece by a scan over the windows. Every CTA does the same work to
+// within one stage, whatever the windows are and however few the rows.
+//
+// -inf. What lies outside the stages of a row block is filled by three warps with bulk stores, beside the product.
+//
+// Compile-time: HEADS, HEAD_DIM, CLEAN, COMPRESSED, OUT_BF16, KERNEL_NAME.
+#include "ptx.cuh"
+
+namespace {
+
+// ---- configuration and shared-memory plan ----
+
+constexpr int kHeads = HEADS;
+constexpr int kHeadDim = HEAD_DIM;
+constexpr bool kClean = CLEAN;
+constexpr bool kCompressed = COMPRESSED;
+
+constexpr int kPairs = 256;                                 // (row, head) pairs of a tile
+constexpr int kRows = kPairs / kHeads;                      // query rows of a row block
+constexpr int kLanesPerRow = kRows < 4 ? 4 / kRows : 1;     // lanes of a quad that share a row (H = 128)
+constexpr int kRowsPerLane = kRows > 4 ? kRows / 4 : 1;     // rows that a lane sums
+constexpr int kRowsPerLoad = kRows < 4 ? kRows : 4;
+constexpr int kTileKeys = 64;
+constexpr int kStageKeys = 2 * kTileKeys;                   // one tile for each math warpgroup
+constexpr int kKStages = KSTAGES;
+constexpr int kQStages = 2;
+
+constexpr int kMathThreads = 256;
+constexpr int kThreads = 384;
+constexpr int kMathRegisters = 224;
+constexpr int kOtherRegisters = 56;
+static_assert(2 * kMathRegisters + kOtherRegisters <= 3 * 168, "168 registers a thread at launch");
+static_assert(kHeads == 8 || kHeads == 16 || kHeads == 32 || kHeads == 64 || kHeads == 128, "H");
+static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128, "D, one swizzle span");
+
+#if OUT_BF16
+using Out = unsigned short;
+constexpr uint32_t kNegInfPair = 0xFF80FF80u;
+#else
+using Out = float;
+constexpr uint32_t kNegInfPair = 0xFF800000u;
+#endif
+
+struct RowBlock {  // what the math warpgroups need to know of one row block
+  int first_row;
+  int first_key;
+  int stages;      // 0 ends the CTA's work
+  int inner_lo;    // every row's window holds [inner_lo, inner_hi): no masks there
+  int inner_hi;
+  int lo[kRows];
+  int hi[kRows];
+  int origin[kRows];  // position of column 0
+};
+
+struct alignas(1024) Shared {
+  unsigned char q[kQStages][kPairs * kHeadDim];
+  unsigned char k[kKStages][kStageKeys * kHeadDim];
+  alignas(16) float weights[kQStages][kPairs];
+  alignas(16) uint32_t neg_inf[2048];  // 8 KiB, the source of the bulk stores
+  RowBlock block[kQStages];
+  uint64_t q_full[kQStages], q_empty[kQStages], k_full[kKStages], k_empty[kKStages];
+  int warp_sums[kThreads / 32];
+  int start_block, start_stage;
+};
+
+static_assert(sizeof(Shared) + 1023 <= SHARED_BYTES, "config.py's shared_bytes");
+
+struct Arguments {
+  const float* kv_scale;
+  const float* weights;
+  const int* ks;
+  const int* ke;
+  Out* out;
+  long long w_stride, out_stride;
+  int rows, keys, width;
+};
+
+// ---- windows and schedule ----
+
+struct Span {  // the stages of a row block
+  int first_key;
+  int stages;
+};
+
+__device__ __forceinline__ Span span_of(int lo, int hi) {
+  if (hi <= lo) return {0, 0};
+  // [M, N]: 128-byte lines of the result. Compressed: the first column of the rows that share the least ks.
+  const int first = kCompressed ? lo : lo & ~31;
+  return {first, (hi - first + kStageKeys - 1) / kStageKeys};
+}
+
+__device__ __forceinline__ Span span_of_block(const Arguments& a, int block) {
+  int lo = 0x7FFFFFFF, hi = 0;
+  const int first = block * kRows;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (first + r < a.rows) {
+      const int row_lo = max(__ldg(a.ks + first + r), 0), row_hi = min(__ldg(a.ke + first + r), a.keys);
+      if (row_hi > row_lo) lo = min(lo, row_lo), hi = max(hi, row_hi);
+    }
+  }
+  return span_of(lo, hi);
+}
+
+// Cuts the stages of all row blocks into gridDim.x pieces. Returns this CTA's number of stages and leaves where they
+// begin in shared memory. All threads call it.
+__device__ int find_piece(const Arguments& a, Shared& s) {
+  const int blocks = (a.rows + kRows - 1) / kRows;
+  const int each = (blocks + kThreads - 1) / kThreads;
+  const int first = threadIdx.x * each, last = min(first + each, blocks);
+  int mine = 0;
+  for (int block = first; block < last; ++block) mine += span_of_block(a, block).stages;
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int inclusive = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, inclusive, step);
+    if (lane >= step) inclusive += other;
+  }
+  if (lane == 31) s.warp_sums[warp] = inclusive;
+  __syncthreads();
+  int before = inclusive - mine, total = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < warp) before += s.warp_sums[w];
+    total += s.warp_sums[w];
+  }
+  const int begin = static_cast<long long>(total) * blockIdx.x / gridDim.x;
+  const int end = static_cast<long long>(total) * (blockIdx.x + 1) / gridDim.x;
+  if (before <= begin && begin < before + mine) {
+    int block = first, skip = begin - before;
+    for (int stages; skip >= (stages = span_of_block(a, block).stages); ++block) skip -= stages;
+    s.start_block = block;
+    s.start_stage = skip;
+  }
+  __syncthreads();
+  return end - begin;
+}
+
+// ---- producer warp ----
+
+__device__ void produce(const Arguments& a, Shared& s, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
+                        int remaining) {
+  const int lane = threadIdx.x % 32;
+  int block = s.start_block, skip = s.start_stage, q_count = 0, k_count = 0;
+  for (;; ++block) {
+    int stages = 0, lo = 0, hi = 0;
+    Span span{0, 0};
+    const int row = block * kRows + lane;
+    if (remaining > 0) {
+      if (lane < kRows && row < a.rows) lo = max(__ldg(a.ks + row), 0), hi = min(__ldg(a.ke + row), a.keys);
+      const bool some = hi > lo;
+      span = span_of(__reduce_min_sync(~0u, some ? lo : 0x7FFFFFFF), __reduce_max_sync(~0u, some ? hi : 0));
+      stages = min(span.stages - skip, remaining);
+      if (stages <= 0) {
+        skip = 0;
+        continue;
+      }
+    }
+    // Rows past M join the last real row in the test for masks, and store nothing.
+    const int q_stage = q_count % kQStages;
+    ptx::barrier_wait(&s.q_empty[q_stage], (q_count / kQStages & 1) ^ 1);
+    RowBlock& info = s.block[q_stage];
+    const bool real = lane < kRows && row < a.rows;
+    const int inner_lo = __reduce_max_sync(~0u, lane < kRows ? (real ? lo : 0x7FFFFFFF) : 0);
+    const int inner_hi = __reduce_min_sync(~0u, lane < kRows ? (real ? hi : 0) : 0x7FFFFFFF);
+    if (lane == 0) {
+      info.first_row = block * kRows;
+      info.first_key = span.first_key + skip * kStageKeys;
+      info.stages = stages;
+      info.inner_lo = inner_lo;
+      info.inner_hi = inner_hi;
+    }
+    if (stages == 0) {
+      __syncwarp();
+      if (lane == 0) ptx::barrier_arrive(&s.q_full[q_stage]);
+      return;
+    }
+    if (lane < kRows) {
+      info.lo[lane] = lo;
+      info.hi[lane] = hi;
+      info.origin[lane] = kCompressed && real ? __ldg(a.ks + row) : 0;
+    }
+#pragma unroll
+    for (int i = lane; i < kPairs; i += 32) {
+      const int w_row = block * kRows + i / kHeads;
+      s.weights[q_stage][i] = w_row < a.rows ? __ldg(a.weights + w_row * a.w_stride + i % kHeads) : 0.0f;
+    }
+    __syncwarp();
+    if (lane == 0) {
+      ptx::barrier_arrive_expect(&s.q_full[q_stage], kPairs * kHeadDim);
+#pragma unroll
+      for (int r = 0; r < kRows; r += kRowsPerLoad) {
+        ptx::load_5d(s.q[q_stage] + r * kHeads * kHeadDim, q_map, &s.q_full[q_stage], 0, 0, 0, block * kRows + r, 0);
+      }
+      for (int i = 0; i < stages; ++i, ++k_count) {
+        const int k_stage = k_count % kKStages;
+        ptx::barrier_wait(&s.k_empty[k_stage], (k_count / kKStages & 1) ^ 1);
+        ptx::barrier_arrive_expect(&s.k_full[k_stage], kStageKeys * kHeadDim);
+        ptx::load_2d(s.k[k_stage], k_map, &s.k_full[k_stage], 0, span.first_key + (skip + i) * kStageKeys);
+      }
+    }
+    __syncwarp();
+    ++q_count;
+    remaining -= stages;
+    skip = 0;
+  }
+}
+
+// ---- fill warps ----
+
+// -inf into [first, last) of one row: bulk stores where 16 bytes align, single elements at the ends.
+__device__ __forceinline__ void fill_row(Out* row, int first, int last, const Shared& s, uint64_t policy, int lane) {
+  if (first >= last) return;
+  constexpr int kVector = 16 / sizeof(Out);
+  constexpr int kChunk = sizeof(s.neg_inf) / sizeof(Out);
+  const int misaligned = reinterpret_cast<uint64_t>(row + first) / sizeof(Out) % kVector;
+  const int body = min(last, first + (kVector - misaligned) % kVector);
+  const int tail = body + (last - body) / kVector * kVector;
+  const Out neg_inf = reinterpret_cast<const Out*>(s.neg_inf)[0];
+  if (first + lane < body) row[first + lane] = neg_inf;
+  if (tail + lane < last) row[tail + lane] = neg_inf;
+  for (int at = body + lane * kChunk; at < tail; at += 32 * kChunk) {
+    ptx::bulk_store(row + at, s.neg_inf, min(kChunk, tail - at) * sizeof(Out), policy);
+  }
+}
+
+__device__ void fill(const Arguments& a, const Shared& s, int warp, int warps) {
+  const int lane = threadIdx.x % 32, blocks = (a.rows + kRows - 1) / kRows;
+  const uint64_t policy = ptx::evict_first_policy();
+  for (int block = blockIdx.x + warp * gridDim.x; block < blocks; block += warps * gridDim.x) {
+    int lo = 0, hi = 0;
+    const int row = block * kRows + lane;
+    if (lane < kRows && row < a.rows) lo = max(__ldg(a.ks + row), 0), hi = min(__ldg(a.ke + row), a.keys);
+    const bool some = hi > lo;
+    const Span span = span_of(__reduce_min_sync(~0u, some ? lo : 0x7FFFFFFF), __reduce_max_sync(~0u, some ? hi : 0));
+    const int last = min(static_cast<long long>(span.first_key) + span.stages * kStageKeys, (long long)a.keys);
+    for (int r = 0; r < kRows && block * kRows + r < a.rows; ++r) {
+      Out* out = a.out + (block * kRows + r) * a.out_stride;
+      fill_row(out, 0, span.first_key, s, policy, lane);
+      fill_row(out, last, a.keys, s, policy, lane);
+    }
+  }
+  ptx::bulk_commit();
+  ptx::bulk_wait_all();
+}
+
+// ---- math warpgroups ----
+
+__device__ __forceinline__ Out to_out(float value) {
+#if OUT_BF16
+  unsigned short bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+#else
+  return value;
+#endif
+}
+
+__device__ void multiply(const Arguments& a, Shared& s) {
+  const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
+  const int lane_row = lane % 4 / kLanesPerRow;                     // and + 4, + 8, ... up to kRowsPerLane of them
+  const int lane_key = group * kTileKeys + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and + 8
+  constexpr int kJPerRow = 32 / kRowsPerLane;
+  constexpr float kDown = 0x1p-25f, kUp = 0x1p25f;
+
+  int k_count = 0;
+  for (int q_count = 0;; ++q_count) {
+    const int q_stage = q_count % kQStages;
+    ptx::barrier_wait(&s.q_full[q_stage], q_count / kQStages & 1);
+    const RowBlock& info = s.block[q_stage];
+    const int stages = info.stages;
+    if (stages == 0) return;
+
+    float w[64];  // of this lane's rows, in the order of its columns
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      const int row = lane_row + j / kJPerRow * 4;
+      const int head = lane % kLanesPerRow * (kHeads / kLanesPerRow) + j % kJPerRow * 2;
+      const float2 pair = *reinterpret_cast<const float2*>(&s.weights[q_stage][row * kHeads + head]);
+      w[2 * j] = pair.x, w[2 * j + 1] = pair.y;
+    }
+    const int inner_lo = info.inner_lo, inner_hi = info.inner_hi;
+    int key = info.first_key + lane_key;
+    Out* out = a.out + (info.first_row + lane_row) * a.out_stride - info.origin[lane_row];
+
+    for (int i = 0; i < stages; ++i, ++k_count, key += kStageKeys) {
+      const int k_stage = k_count % kKStages;
+      ptx::barrier_wait(&s.k_full[k_stage], k_count / kKStages & 1);
+
+      // ---- S [64 keys, 256 pairs] = K tile x Q^T ----
+      float d[128];
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kHeadDim / 32; ++step) {
+        const auto k_tile = ptx::matrix_descriptor<kHeadDim>(s.k[k_stage] + group * kTileKeys * kHeadDim + step * 32);
+        const auto q_tile = ptx::matrix_descriptor<kHeadDim>(s.q[q_stage] + step * 32);
+        ptx::wgmma_m64n256k32(d, k_tile, q_tile, step != 0);
+      }
+      ptx::wgmma_commit();
+      const float scale0 = kUp * (key < a.keys ? __ldg(a.kv_scale + key) : 0.0f);
+      const float scale1 = kUp * (key + 8 < a.keys ? __ldg(a.kv_scale + key + 8) : 0.0f);
+      ptx::wgmma_wait_all();
+      if (lane == 0) ptx::barrier_arrive(&s.k_empty[k_stage]);
+
+      // ---- ReLU, weights, head sum: two keys for each of this lane's rows ----
+      float sum[kRowsPerLane][2];
+#pragma unroll
+      for (int r = 0; r < kRowsPerLane; ++r) {
+        float part[2][4] = {};
+#pragma unroll
+        for (int jj = 0; jj < kJPerRow; ++jj) {
+          const int j = r * kJPerRow + jj;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            part[e / 2][jj % 2 * 2 + e % 2] =
+                fmaf(__saturatef(d[4 * j + e] * kDown), w[2 * j + e % 2], part[e / 2][jj % 2 * 2 + e % 2]);
+          }
+        }
+        sum[r][0] = (part[0][0] + part[0][1]) + (part[0][2] + part[0][3]);
+        sum[r][1] = (part[1][0] + part[1][1]) + (part[1][2] + part[1][3]);
+      }
+      if constexpr (kLanesPerRow == 2) {  // the other half of the heads is one lane away
+        sum[0][0] += __shfl_xor_sync(~0u, sum[0][0], 1);
+        sum[0][1] += __shfl_xor_sync(~0u, sum[0][1], 1);
+      }
+
+      // ---- store; + 0.0 turns -0.0 into +0.0 ----
+      const int tile_first = key - lane_key + group * kTileKeys;
+      const bool whole = tile_first >= inner_lo && tile_first + kTileKeys <= inner_hi;
+#pragma unroll
+      for (int r = 0; r < kRowsPerLane; ++r) {
+        const int row = lane_row + 4 * r;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int n = key + 8 * e;
+          float value = fmaf(sum[r][e], e ? scale1 : scale0, 0.0f);
+          Out* target = out + 4 * r * a.out_stride;
+          if constexpr (kCompressed && kRowsPerLane > 1) target += info.origin[lane_row] - info.origin[row];
+          bool write = true;
+          if (!whole) {
+            const bool inside = n >= info.lo[row] && n < info.hi[row];
+            if constexpr (kClean) {
+              if (!inside) value = -__int_as_float(0x7F800000);
+              write = n < a.keys && info.first_row + row < a.rows;
+            } else {
+              write = inside;
+            }
+          }
+          if constexpr (kCompressed) write = write && static_cast<long long>(n) - info.origin[row] < a.width;
+          if constexpr (kLanesPerRow == 2) write = write && lane % 2 == e;
+          if (write) target[n] = to_out(value);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(&s.q_empty[q_stage]);
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    KERNEL_NAME(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
+                const __grid_constant__ Arguments a) {
+  extern __shared__ unsigned char raw[];
+  Shared& s = *reinterpret_cast<Shared*>((reinterpret_cast<uint64_t>(raw) + 1023) & ~uint64_t(1023));
+  const int warp = threadIdx.x / 32;
+
+  if (threadIdx.x == 0) {
+    ptx::prefetch_map(&q_map);
+    ptx::prefetch_map(&k_map);
+    for (int i = 0; i < kQStages; ++i) {
+      ptx::barrier_init(&s.q_full[i], 1);
+      ptx::barrier_init(&s.q_empty[i], kMathThreads / 32);
+    }
+    for (int i = 0; i < kKStages; ++i) {
+      ptx::barrier_init(&s.k_full[i], 1);
+      ptx::barrier_init(&s.k_empty[i], kMathThreads / 32);
+    }
+    ptx::barrier_init_fence();
+  }
+  if constexpr (kClean) {
+    for (int i = threadIdx.x; i < 2048; i += kThreads) s.neg_inf[i] = kNegInfPair;
+    ptx::fence_async_proxy();
+  }
+  const int stages = find_piece(a, s);  // its barriers also publish what was written above
+
+  if (warp >= kMathThreads / 32) {
+    ptx::registers_release<kOtherRegisters>();
+    if (warp == kMathThreads / 32) {
+      produce(a, s, &q_map, &k_map, stages);
+    } else if constexpr (kClean) {
+      fill(a, s, warp - kMathThreads / 32 - 1, 3);
+    }
+  } else {
+    ptx::registers_take<kMathRegisters>();
+    multiply(a, s);
+  }
+}

@@ -1,0 +1,1 @@
+"""Run-time compilers, and their cache on disk."""

@@ -1,0 +1,75 @@
+"""``triton-portable`` compiled for every kind of arch, on a machine that has none of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "compile" / "compile_triton.py"
+
+# rows, keys, H, D, other facts; and the name of the kernel, where {} is the block.
+PROBLEMS = {
+    "fp8_mqa_logits_H64_D128_bkv{}_clean_triton": [4096, 32768, 64, 128, {}],
+    "fp8_mqa_logits_H32_D128_bkv{}_nocl_triton": [1024, 131072, 32, 128, {"clean_logits": False}],
+    "fp8_mqa_logits_H8_D32_bkv{}_compressed_triton": [
+        128, 8192, 8, 32, {"clean_logits": False, "max_seqlen_k": 2048, "out_dtype": "bfloat16"},
+    ],
+}  # fmt: skip
+
+KIB = 1024
+# Arch: block, matrix instruction, shared memory of one workgroup. Sources: CUDA programming guide, AMD ISA documents.
+ARCHS = {
+    "sm80": (64, r"mma\.sync\.aligned\.\S+\.f32\.f16\.f16\.f32", 163 * KIB),
+    "sm89": (64, r"mma\.sync\.aligned\.\S+\.f32\.e4m3\.e4m3\.f32", 99 * KIB),
+    "sm90": (64, r"wgmma\.mma_async\.sync\.aligned\.\S+\.f32\.e4m3\.e4m3", 227 * KIB),
+    "sm100": (64, r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4", 227 * KIB),
+    "sm120": (64, r"mma\.sync\.aligned\.\S+\.f32\.e4m3\.e4m3\.f32", 99 * KIB),
+    "gfx90a": (128, r"v_mfma_f32_\w+f16", 64 * KIB),
+    "gfx942": (64, r"v_mfma_f32_\w+fp8_fp8", 64 * KIB),
+    "gfx950": (128, r"v_mfma_(scale_)?f32_\w+(f8f6f4|fp8_fp8)", 160 * KIB),
+    "gfx1201": (128, r"v_wmma_f32_\w+fp8_fp8", 64 * KIB),
+    "gfx1250": (128, r"v_wmma_(scale_)?f32_\w+(f8f6f4|fp8_fp8)", 320 * KIB),
+}
+
+
+def compile_for(arch: str, cache: Path) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, str(SCRIPT), arch, json.dumps(list(PROBLEMS.values()))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def spilled_bytes(cache: Path) -> list[str]:
+    """Stack and local memory of every kernel that was compiled into ``cache``, from the machine code itself."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    found = []
+    for kernel in cache.glob("*/*.cubin"):
+        done = subprocess.run([tool, "-res-usage", kernel], capture_output=True, text=True, check=True)
+        found += re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch, tmp_path):
+    block, instruction, shared_limit = ARCHS[arch]
+    kernels = compile_for(arch, tmp_path)
+    assert [kernel["name"] for kernel in kernels] == [name.format(block) for name in PROBLEMS]
+    for kernel in kernels:
+        assert re.search(instruction, kernel["text"]), f"no {instruction} in {kernel['name']}"
+        assert 0 < kernel["shared"] <= shared_limit
+        if arch.startswith("gfx"):
+            assert re.findall(r"^; ScratchSize: (\d+)$", kernel["text"], re.MULTILINE) == ["0"]
+            assert re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", kernel["text"]) == ["0", "0"]
+    if arch.startswith("sm"):
+        assert spilled_bytes(tmp_path) == [("0", "0")] * len(PROBLEMS)

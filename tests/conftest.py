@@ -1,0 +1,24 @@
+"""Set-up that has to come before the first import of Triton, and what keeps tests apart from each other."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Without a GPU, triton-portable runs in Triton's interpreter; Triton reads the variable once, at import.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch):
+    """None of the library's variables from outside, and nothing that another test's selection left in the caches."""
+    from lightning_indexer import arch, dispatch, envs
+
+    for variable in envs.KNOWN:
+        monkeypatch.delenv(variable, raising=False)
+    dispatch._prepare.cache_clear()
+    arch._cuda_arch.cache_clear()
+    yield
+    dispatch._prepare.cache_clear()
+    arch._cuda_arch.cache_clear()

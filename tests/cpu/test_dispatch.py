@@ -1,0 +1,405 @@
+"""Which backend runs a call, as tables that need no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers import CPU, assert_matches, expected_for
+from lightning_indexer import (
+    Arch,
+    BackendUnavailableError,
+    Problem,
+    arch_of,
+    dispatch,
+    explain,
+    fp8_mqa_logits,
+    support_table,
+)
+from lightning_indexer.bench.cases import make_inputs, make_windows
+
+DEEPSEEK = Problem(4096, 32768, 64, 128)
+GLM = Problem(4096, 32768, 32, 128)
+# H and D that only torch-blocked takes.
+ODD = Problem(4096, 32768, 24, 48)
+
+GPUS = [arch for arch in Arch.known() if arch.vendor in ("nvidia", "amd")]
+UNLISTED = {
+    "sm75": Arch("sm75", "nvidia", "none", 68, "T4", listed=False),
+    "gfx906": Arch("gfx906", "amd", "none", 60, "MI50", listed=False),
+    "xpu": Arch("xpu", "other", "none", 1, "a device", listed=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _compiled_triton_only(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def reasons(problem: Problem, arch: Arch, name: str | None = None) -> dict[str, str | None]:
+    return {verdict.backend: verdict.reason for verdict in explain(problem, arch, name, installed_only=False)}
+
+
+def chosen(problem: Problem, arch: Arch, name: str | None = None) -> list[str]:
+    return [verdict.backend for verdict in explain(problem, arch, name) if verdict.chosen]
+
+
+# The table
+
+
+EXPECTED = {
+    "cpu": ["torch-blocked", "triton-portable"],
+    **{arch.name: ["triton-portable", "torch-blocked"] for arch in GPUS},
+}
+
+
+def test_every_known_arch_has_a_row():
+    assert set(EXPECTED) == {arch.name for arch in Arch.known()}
+
+
+@pytest.mark.parametrize("problem", [DEEPSEEK, GLM, ODD], ids=str)
+@pytest.mark.parametrize("arch", Arch.known(), ids=lambda arch: arch.name)
+def test_order_and_choice(arch, problem):
+    verdicts = explain(problem, arch)
+    assert [verdict.backend for verdict in verdicts] == EXPECTED[arch.name]
+    can_run = [verdict.backend for verdict in verdicts if verdict.reason is None]
+    assert [verdict.backend for verdict in verdicts if verdict.chosen] == can_run[:1]
+    assert dispatch.select(problem, arch).name == can_run[0]
+
+
+@pytest.mark.parametrize("arch", GPUS, ids=lambda arch: arch.name)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_gpus_run_triton_at_every_shape_of_the_table(arch, heads, head_dim):
+    for facts in (
+        {},
+        {"clean_logits": False},
+        {"clean_logits": False, "max_seqlen_k": 4096},
+        {"out_dtype": torch.bfloat16},
+        {"aligned": False},
+    ):
+        problem = Problem(4096, 32768, heads, head_dim, **facts)
+        assert chosen(problem, arch) == ["triton-portable"]
+
+
+@pytest.mark.parametrize("arch", GPUS, ids=lambda arch: arch.name)
+def test_other_shapes_fall_to_torch(arch):
+    assert reasons(ODD, arch) == {"triton-portable": "H=24 is not one of 8, 16, 32, 64, 128", "torch-blocked": None}
+    assert chosen(ODD, arch) == ["torch-blocked"]
+    problem = Problem(4096, 32768, 64, 48)
+    assert reasons(problem, arch)["triton-portable"] == "D=48 is not one of 32, 64, 128"
+    assert dispatch.select(problem, arch).name == "torch-blocked"
+
+
+def test_the_cpu_runs_torch_even_where_triton_could(monkeypatch):
+    cpu = Arch.parse("cpu")
+    assert reasons(DEEPSEEK, cpu) == {
+        "torch-blocked": None,
+        "triton-portable": "Triton has no CPU target (TRITON_INTERPRET=1 runs its interpreter, for tests)",
+    }
+    assert dispatch.select(DEEPSEEK, cpu).name == "torch-blocked"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert reasons(DEEPSEEK, cpu) == {"torch-blocked": None, "triton-portable": None}
+    assert dispatch.select(DEEPSEEK, cpu).name == "torch-blocked"
+    assert dispatch.select(DEEPSEEK, cpu, "triton-portable").name == "triton-portable"
+
+
+@pytest.mark.parametrize("arch", UNLISTED.values(), ids=UNLISTED)
+def test_an_unlisted_arch_runs_torch_alone(arch):
+    assert dispatch.select(DEEPSEEK, arch).name == "torch-blocked"
+    assert chosen(DEEPSEEK, arch) == ["torch-blocked"]
+    reason = reasons(DEEPSEEK, arch, "triton-portable")["triton-portable"]
+    assert reason == f"{arch.name} is not a known arch; Triton needs NVIDIA sm80 or newer, or AMD gfx90a or newer"
+
+
+def test_support_table_covers_every_backend_and_arch():
+    for problem in (None, ODD):
+        table = support_table(problem)
+        assert list(table) == [backend.name for backend in dispatch.backends()]
+        for name, row in table.items():
+            assert list(row) == [arch.name for arch in Arch.known()]
+            for arch in Arch.known():
+                assert row[arch.name] == dispatch.get(name).supports(problem or DEEPSEEK, arch)
+    assert support_table()["triton-portable"]["sm90"] is None
+    assert support_table(ODD)["triton-portable"]["sm90"] == "H=24 is not one of 8, 16, 32, 64, 128"
+    assert set(support_table(ODD)["torch-blocked"].values()) == {None}
+
+
+def test_what_is_installed_plays_no_part_in_the_support_table(monkeypatch):
+    before = support_table()
+    monkeypatch.setattr(type(dispatch.get("triton-portable")), "missing", lambda self: "Triton is not installed")
+    assert support_table() == before
+
+
+def test_backends_are_described():
+    names = [backend.name for backend in dispatch.backends()]
+    assert len(set(names)) == len(names)
+    assert {"triton-portable", "torch-blocked"} <= set(names)
+    for backend in dispatch.backends():
+        assert dispatch.get(backend.name) is backend
+        assert backend.summary
+        assert backend.missing() is None or isinstance(backend.missing(), str)
+
+
+# Packages that are not there
+
+
+def test_a_missing_package_closes_the_gate(monkeypatch):
+    sentence = "Triton is not installed: pip install 'lightning-indexer[triton]'"
+    monkeypatch.setattr(type(dispatch.get("triton-portable")), "missing", lambda self: sentence)
+    sm90 = Arch.parse("sm90")
+    assert [(v.backend, v.chosen, v.reason) for v in explain(DEEPSEEK, sm90)] == [
+        ("triton-portable", False, sentence),
+        ("torch-blocked", True, None),
+    ]
+    assert [(v.backend, v.chosen, v.reason) for v in explain(DEEPSEEK, sm90, installed_only=False)] == [
+        ("triton-portable", True, None),
+        ("torch-blocked", False, None),
+    ]
+    assert dispatch.select(DEEPSEEK, sm90).name == "torch-blocked"
+    with pytest.raises(BackendUnavailableError, match="pip install 'lightning-indexer\\[triton\\]'"):
+        dispatch.select(DEEPSEEK, sm90, "triton-portable")
+
+
+# A backend asked for by name
+
+
+def test_a_named_backend_is_looked_at_alone():
+    sm90 = Arch.parse("sm90")
+    assert [str(verdict) for verdict in explain(DEEPSEEK, sm90, "torch-blocked")] == ["-> torch-blocked: can run"]
+    assert [str(verdict) for verdict in explain(ODD, sm90, "triton-portable")] == [
+        "   triton-portable: H=24 is not one of 8, 16, 32, 64, 128"
+    ]
+    assert [str(verdict) for verdict in explain(DEEPSEEK, sm90)] == [
+        "-> triton-portable: can run",
+        "   torch-blocked: can run",
+    ]
+    assert dispatch.select(DEEPSEEK, sm90, "torch-blocked").name == "torch-blocked"
+
+
+@pytest.mark.parametrize("by", ["argument", "variable"])
+def test_a_named_backend_never_falls_back(monkeypatch, by):
+    name = "triton-portable"
+    if by == "variable":
+        monkeypatch.setenv("LIGHTNING_INDEXER_BACKEND", name)
+        name = None
+    with pytest.raises(BackendUnavailableError) as info:
+        dispatch.select(ODD, Arch.parse("sm90"), name)
+    message = str(info.value)
+    assert "M=4096 N=32768 H=24 D=48 clean float32 on sm90" in message
+    assert "triton-portable: H=24 is not one of 8, 16, 32, 64, 128" in message
+    assert "torch-blocked" not in message
+
+
+@pytest.mark.parametrize("by", ["argument", "variable"])
+def test_a_call_never_falls_back(monkeypatch, by):
+    inputs = make_inputs(4, 40, 8, 32, CPU)
+    ks, ke = make_windows("misaligned", 4, 40, CPU)
+    options = {}
+    if by == "variable":
+        monkeypatch.setenv("LIGHTNING_INDEXER_BACKEND", "triton-portable")
+    else:
+        options["backend"] = "triton-portable"
+    out = torch.full((4, 40), 7.0)
+    with pytest.raises(BackendUnavailableError, match="triton-portable: Triton has no CPU target"):
+        fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke, out=out, **options)
+    assert bool((out == 7.0).all())
+
+
+def test_an_error_of_a_backend_is_not_swallowed(monkeypatch):
+    def run(operands, out):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(type(dispatch.get("torch-blocked")), "prepare", lambda self, problem, arch: run)
+    inputs = make_inputs(4, 40, 8, 32, CPU)
+    ks, ke = make_windows("misaligned", 4, 40, CPU)
+    with pytest.raises(RuntimeError, match="out of registers"):
+        fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
+
+
+def test_unknown_names():
+    known = ", ".join(backend.name for backend in dispatch.backends())
+    for look in (dispatch.select, dispatch.prepare, explain):
+        with pytest.raises(ValueError, match=f"^backend: got 'cutlass', expected one of {known}$"):
+            look(DEEPSEEK, Arch.parse("sm90"), "cutlass")
+    with pytest.raises(ValueError, match=f"^--backend: got 'cutlass', expected one of {known}$"):
+        dispatch.get("cutlass", "--backend")
+
+
+def test_the_backend_variable(monkeypatch):
+    sm90 = Arch.parse("sm90")
+    assert dispatch.select(DEEPSEEK, sm90).name == "triton-portable"
+    monkeypatch.setenv("LIGHTNING_INDEXER_BACKEND", "torch-blocked")
+    assert dispatch.select(DEEPSEEK, sm90).name == "torch-blocked"
+    assert dispatch.select(DEEPSEEK, sm90, "triton-portable").name == "triton-portable"
+
+
+# Preparation, once per problem
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """Every (backend, problem, arch) that a backend is asked to prepare; what it returns is its own name."""
+    asked = []
+    for backend in dispatch.backends():
+
+        def prepare(self, problem, arch):
+            asked.append((self.name, problem, arch.name))
+            return self.name
+
+        monkeypatch.setattr(type(backend), "prepare", prepare)
+    return asked
+
+
+def test_preparation_is_cached(prepared):
+    sm90, gfx950 = Arch.parse("sm90"), Arch.parse("gfx950")
+    for _ in range(3):
+        assert dispatch.prepare(DEEPSEEK, sm90) == "triton-portable"
+    assert prepared == [("triton-portable", DEEPSEEK, "sm90")]
+    assert dispatch.prepare(DEEPSEEK, gfx950) == "triton-portable"
+    assert dispatch.prepare(DEEPSEEK, sm90, "torch-blocked") == "torch-blocked"
+    assert dispatch.prepare(ODD, sm90) == "torch-blocked"
+    assert prepared[1:] == [
+        ("triton-portable", DEEPSEEK, "gfx950"),
+        ("torch-blocked", DEEPSEEK, "sm90"),
+        ("torch-blocked", ODD, "sm90"),
+    ]
+
+
+def test_preparation_follows_the_environment(prepared, monkeypatch):
+    sm90, cpu = Arch.parse("sm90"), Arch.parse("cpu")
+    assert dispatch.prepare(DEEPSEEK, sm90) == "triton-portable"
+    monkeypatch.setenv("LIGHTNING_INDEXER_BACKEND", "torch-blocked")
+    assert dispatch.prepare(DEEPSEEK, sm90) == "torch-blocked"
+    assert dispatch.prepare(DEEPSEEK, sm90, "triton-portable") == "triton-portable"
+    monkeypatch.delenv("LIGHTNING_INDEXER_BACKEND")
+    assert dispatch.prepare(DEEPSEEK, sm90) == "triton-portable"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert dispatch.prepare(DEEPSEEK, cpu, "triton-portable") == "triton-portable"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(BackendUnavailableError, match="Triton has no CPU target"):
+        dispatch.prepare(DEEPSEEK, cpu, "triton-portable")
+
+
+def test_what_cannot_run_is_refused_each_time():
+    for _ in range(2):
+        with pytest.raises(BackendUnavailableError, match="H=24 is not one of"):
+            dispatch.prepare(ODD, Arch.parse("sm90"), "triton-portable")
+
+
+# The arch
+
+
+def test_known_archs_are_consistent():
+    names = [arch.name for arch in Arch.known()]
+    assert len(set(names)) == len(names)
+    assert [Arch.parse(name) for name in names] == list(Arch.known())
+    for arch in Arch.known():
+        assert arch.listed
+        assert arch.units > 0
+        assert arch.products
+        if arch.vendor == "nvidia":
+            assert arch.name.startswith("sm")
+            assert arch.fp8 == ("fn" if int(arch.name[2:]) >= 89 else "none")
+        elif arch.vendor == "amd":
+            assert arch.name.startswith("gfx")
+    assert [arch.name for arch in Arch.known() if arch.fp8 == "fnuz"] == ["gfx942"]
+
+
+def test_an_unknown_arch_lists_the_known_ones():
+    known = ", ".join(arch.name for arch in Arch.known())
+    with pytest.raises(ValueError, match=f"^arch: got 'gfx951', expected one of {known}$"):
+        Arch.parse("gfx951")
+
+
+def test_an_arch_is_frozen_and_hashable():
+    arch = Arch.parse("gfx950")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        arch.units = 1
+    assert hash(arch) == hash(Arch.parse("gfx950"))
+
+
+def test_devices_without_kernels():
+    assert arch_of("cpu") == Arch.parse("cpu")
+    assert arch_of(torch.device("meta")) == Arch(
+        "meta", "other", "none", 1, "a device this library has no kernels for", listed=False
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "cuda", "cuda:3"])
+def test_the_arch_variable_counts_for_every_device(monkeypatch, device):
+    monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx950")
+    assert arch_of(device) == Arch.parse("gfx950")
+
+
+def fake_cuda(monkeypatch, properties: SimpleNamespace, hip: str | None) -> list[int]:
+    asked = []
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: asked.append(index) or properties)
+    return asked
+
+
+def test_an_nvidia_device(monkeypatch):
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=114, name="NVIDIA H100 PCIe")
+    asked = fake_cuda(monkeypatch, properties, None)
+    assert arch_of("cuda:2") == dataclasses.replace(Arch.parse("sm90"), units=114)
+    assert arch_of("cuda") == dataclasses.replace(Arch.parse("sm90"), units=114)
+    arch_of("cuda:2")
+    assert asked == [2, 5]
+
+
+@pytest.mark.parametrize("name", ["gfx942:sramecc+:xnack-", "gfx942"])
+def test_an_amd_device(monkeypatch, name):
+    properties = SimpleNamespace(gcnArchName=name, major=9, minor=4, multi_processor_count=80, name="MI308X")
+    fake_cuda(monkeypatch, properties, "6.4")
+    assert arch_of("cuda:0") == dataclasses.replace(Arch.parse("gfx942"), units=80)
+
+
+@pytest.mark.parametrize(
+    ("properties", "hip", "name", "vendor"),
+    [
+        (SimpleNamespace(major=7, minor=5, multi_processor_count=40, name="Tesla T4"), None, "sm75", "nvidia"),
+        (SimpleNamespace(major=13, minor=0, multi_processor_count=40, name="Next"), None, "sm130", "nvidia"),
+        (SimpleNamespace(gcnArchName="gfx1100", multi_processor_count=40, name="RX 7900"), "6.4", "gfx1100", "amd"),
+    ],
+)
+def test_a_device_that_is_not_in_the_table(monkeypatch, properties, hip, name, vendor):
+    fake_cuda(monkeypatch, properties, hip)
+    arch = arch_of("cuda:0")
+    assert arch == Arch(name, vendor, "none", 40, properties.name, listed=False)
+    assert dispatch.select(DEEPSEEK, arch).name == "torch-blocked"
+
+
+def test_the_arch_variable_reaches_selection(monkeypatch):
+    """As gfx950, a CPU call takes Triton, which is replaced here by a mark."""
+    ran = []
+    monkeypatch.setattr(
+        type(dispatch.get("triton-portable")),
+        "prepare",
+        lambda self, problem, arch: lambda operands, out: ran.append(arch.name),
+    )
+    inputs = make_inputs(4, 40, 8, 32, CPU)
+    ks, ke = make_windows("misaligned", 4, 40, CPU)
+    arguments = (inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
+    assert_matches(fp8_mqa_logits(*arguments), expected_for(inputs, ks, ke), clean=True)
+    assert ran == []
+    monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx950")
+    fp8_mqa_logits(*arguments)
+    assert ran == ["gfx950"]
+
+
+# The facts of a call
+
+
+def test_problem_texts_and_width():
+    assert str(DEEPSEEK) == "M=4096 N=32768 H=64 D=128 clean float32"
+    assert str(Problem(1, 2, 8, 32, clean_logits=False)) == "M=1 N=2 H=8 D=32 not clean float32"
+    compressed = Problem(1, 20, 8, 32, clean_logits=False, max_seqlen_k=7, out_dtype=torch.bfloat16)
+    assert str(compressed) == "M=1 N=20 H=8 D=32 compressed to 7 bfloat16"
+    assert (compressed.width, compressed.compressed) == (7, True)
+    assert (DEEPSEEK.width, DEEPSEEK.compressed) == (32768, False)
+    assert len({DEEPSEEK, GLM, Problem(4096, 32768, 64, 128)}) == 2
