@@ -51,6 +51,10 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
     if version:
         out.print(__version__, highlight=False)
         raise typer.Exit
+    with _bad_parameter(None):
+        arch_of("cpu")  # reads LIGHTNING_INDEXER_ARCH
+        if (name := envs.backend()) is not None:
+            dispatch.get(name, "LIGHTNING_INDEXER_BACKEND")
 
 
 @app.command()
@@ -416,5 +420,9 @@ def _one_of(option: str, name: str, known: tuple[Name, ...]) -> Name:
 
 
 def _environment(name: str) -> str:
-    value = {"LIGHTNING_INDEXER_BACKEND": envs.backend, "LIGHTNING_INDEXER_ARCH": envs.arch}[name]()
-    return value or "(not set)"
+    read = {
+        "LIGHTNING_INDEXER_BACKEND": envs.backend,
+        "LIGHTNING_INDEXER_ARCH": envs.arch,
+        "LIGHTNING_INDEXER_CACHE_DIR": envs.cache_dir,
+    }
+    return str(read[name]() or "(not set)")

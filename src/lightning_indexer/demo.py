@@ -142,8 +142,8 @@ def _draw(logits: torch.Tensor, chunk: Chunk, batch: _Batch, picture: Path, cons
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(
-        scores.masked_fill(~inside, float("nan")), aspect="auto", interpolation="nearest", cmap="viridis", vmin=low,
-        vmax=high, extent=(0, scores.shape[1], scores.shape[0], 0),
+        scores.masked_fill(~inside, float("nan")).numpy(), aspect="auto", interpolation="nearest", cmap="viridis",
+        vmin=low, vmax=high, extent=(0, scores.shape[1], scores.shape[0], 0),
     )  # fmt: skip
     axes.set_facecolor("#e8e8e8")
     row = 0

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
+
 from faulty import FaultyBackend, honest, install, one_percent_high
 from helpers import CPU
-
 from lightning_indexer import calc_diff, reference_logits
 from lightning_indexer.bench import environment, peers, plots, report, sweep, timing
 from lightning_indexer.bench.cases import Case, make_inputs, make_windows
@@ -172,7 +172,7 @@ def test_the_last_of_many_rows_is_checked():
     peer = FakePeer(set_last_row(1e3))
     [row] = sweep.run(plan_of("clean", backends=(), shapes=((601, 640),)), [peer], CPU)
     assert row.note.startswith("WRONG")
-    assert 601 > sweep.REFCHECK_ROWS, "a sample, or the test shows nothing"
+    assert sweep.REFCHECK_ROWS < 601, "a sample, or the test shows nothing"
 
 
 def test_a_peer_that_cannot_is_not_called():
@@ -448,9 +448,11 @@ def test_deep_gemm_of_its_own(module):
         name, q, (k, scale), weights, start, end, clean, max_seqlen_k = peer.prepare(case, inputs, ks, ke, width)()
         assert name == "fp8_mqa_logits"
         assert q is inputs.q_fp8
-        assert (k is inputs.k_fp8) and (scale is inputs.kv_scale)
+        assert k is inputs.k_fp8
+        assert scale is inputs.kv_scale
         assert weights is inputs.weights
-        assert (start is ks) and (end is ke)
+        assert start is ks
+        assert end is ke
         assert (clean, max_seqlen_k) == (form == "clean", width)
 
 
@@ -463,12 +465,16 @@ def test_deep_gemm_as_vllm_bundles_it():
     assert peer.supports(case, GPU) is None
     inputs = make_inputs(S_Q, S_K, 64, HEAD_DIM, CPU)
     ks, ke = make_windows("causal", S_Q, S_K, CPU)
-    name, q, kv, weights, start, end, width = peer.prepare(case, inputs, ks, ke, 77)()
+    name, (q, q_scale), (k, k_scale), weights, start, end, width = peer.prepare(case, inputs, ks, ke, 77)()
     assert name == "fp8_fp4_mqa_logits"
-    assert (q[0] is inputs.q_fp8) and q[1] is None
-    assert (kv[0] is inputs.k_fp8) and (kv[1] is inputs.kv_scale)
+    assert q is inputs.q_fp8
+    assert q_scale is None
+    assert k is inputs.k_fp8
+    assert k_scale is inputs.kv_scale
     assert weights is inputs.weights
-    assert (start is ks) and (end is ke) and width == 77
+    assert start is ks
+    assert end is ke
+    assert width == 77
 
 
 def test_functions_of_pybind11_are_read_off_their_docstring():
@@ -481,7 +487,9 @@ def test_functions_of_pybind11_are_read_off_their_docstring():
     assert peers.DeepGemm(module_with(fp8_fp4_mqa_logits=function)).compressed_only
 
 
-@pytest.mark.parametrize("case", [Case(1, 1, 16, 128, "causal"), Case(1, 1, 64, 128, "causal", "clean", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "case", [Case(1, 1, 16, 128, "causal"), Case(1, 1, 64, 128, "causal", "clean", torch.bfloat16)]
+)
 def test_deep_gemm_says_what_it_cannot(case):
     peer = peers.DeepGemm(module_with(fp8_mqa_logits=first_form))
     assert peer.supports(case, GPU) in ("H 32 and 64 only", "float32 only here")

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import CPU, same_bits
 
+from helpers import CPU, same_bits
 from lightning_indexer import dequantize_k, reference
 from lightning_indexer.bench import verify
 from lightning_indexer.bench.cases import (
@@ -44,7 +44,7 @@ def keys_inside(start: int, end: int, s_k: int) -> list[int]:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("s_q,s_k", SHAPES)
+@pytest.mark.parametrize(("s_q", "s_k"), SHAPES)
 def test_form_of_the_tensors(window, s_q, s_k):
     if not window_applies(window, s_q, s_k):
         return
@@ -54,7 +54,7 @@ def test_form_of_the_tensors(window, s_q, s_k):
         assert tensor.is_contiguous()
 
 
-@pytest.mark.parametrize("s_q,s_k", SHAPES)
+@pytest.mark.parametrize(("s_q", "s_k"), SHAPES)
 def test_causal(s_q, s_k):
     assert windows_of("causal", s_q, s_k) == [(0, s_k - s_q + i + 1) for i in range(s_q)]
 
@@ -95,7 +95,7 @@ def test_cp_applies_to_whole_chunks_only(s_q, s_k, applies):
     assert all(window_applies(window, s_q, s_k) for window in WINDOWS if window != "cp")
 
 
-@pytest.mark.parametrize("s_q,s_k", [*SHAPES, *VERIFY_SHAPES])
+@pytest.mark.parametrize(("s_q", "s_k"), [*SHAPES, *VERIFY_SHAPES])
 def test_misaligned_starts_and_ends_on_no_tile_boundary(s_q, s_k):
     windows = windows_of("misaligned", s_q, s_k)
     for start, end in windows:
@@ -109,7 +109,7 @@ def test_misaligned_starts_and_ends_on_no_tile_boundary(s_q, s_k):
         assert len({end for _, end in windows}) > ALL_KINDS / 2
 
 
-@pytest.mark.parametrize("s_q,s_k", SHAPES)
+@pytest.mark.parametrize(("s_q", "s_k"), SHAPES)
 def test_empty_mixes_both_kinds_of_empty_rows_with_normal_ones(s_q, s_k):
     for i, (start, end) in enumerate(windows_of("empty", s_q, s_k)):
         if i % 4 == 1:
@@ -124,7 +124,7 @@ def test_empty_mixes_both_kinds_of_empty_rows_with_normal_ones(s_q, s_k):
     assert len([size for size in sizes if size > 0]) == 9
 
 
-@pytest.mark.parametrize("s_q,s_k", SHAPES)
+@pytest.mark.parametrize(("s_q", "s_k"), SHAPES)
 def test_past_end_passes_the_end(s_q, s_k):
     windows = windows_of("past_end", s_q, s_k)
     for i, (start, end) in enumerate(windows):
@@ -152,7 +152,7 @@ def test_multi_req_is_the_formula_of_the_baselines(s_q, s_k):
     assert windows_of("multi_req", s_q, s_k) == expected
 
 
-@pytest.mark.parametrize("s_q,s_k", SHAPES)
+@pytest.mark.parametrize(("s_q", "s_k"), SHAPES)
 def test_multi_req_packs_causal_requests(s_q, s_k):
     count = min(4, s_q, s_k)
     windows = windows_of("multi_req", s_q, s_k)
@@ -167,7 +167,7 @@ def test_multi_req_packs_causal_requests(s_q, s_k):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("s_q,s_k", SHAPES)
+@pytest.mark.parametrize(("s_q", "s_k"), SHAPES)
 def test_positions_in_windows_counts_the_mask(window, s_q, s_k):
     if not window_applies(window, s_q, s_k):
         return

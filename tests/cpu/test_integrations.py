@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 
+import lightning_indexer
 from helpers import CPU, assert_matches, expected_for
 from lightning_indexer.bench.cases import make_inputs, make_windows
 from lightning_indexer.integrations import aiter, deep_gemm
@@ -38,6 +39,33 @@ def test_signatures_are_those_of_the_peers():
     ]  # fmt: skip
     assert names(aiter.fp8_mqa_logits) == ["Q", "KV", "kv_scales", "weights", "cu_starts", "cu_ends", "clean_logits"]
     assert names(aiter.rocm_fp8_mqa_logits) == ["q", "kv", "weights", "cu_seqlen_ks", "cu_seqlen_ke"]
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (lambda *a: deep_gemm.fp8_mqa_logits(*a), {"clean_logits": True, "max_seqlen_k": 0}),
+        (lambda *a: deep_gemm.fp8_mqa_logits(*a, False, 7), {"clean_logits": False, "max_seqlen_k": 7}),
+        (
+            lambda q, *a: deep_gemm.fp8_fp4_mqa_logits((q, None), *a, 7),
+            {"clean_logits": False, "max_seqlen_k": 7, "out_dtype": torch.float32},
+        ),
+        (lambda q, kv, *a: aiter.fp8_mqa_logits(q, *kv, *a), {"clean_logits": True}),
+        (lambda q, kv, *a: aiter.fp8_mqa_logits(q, *kv, *a, False), {"clean_logits": False}),
+        (lambda *a: aiter.rocm_fp8_mqa_logits(*a), {}),
+    ],
+)
+def test_adapters_pass_on_what_they_are_given(monkeypatch, inputs, windows, call, options):
+    """An option that is dropped would not always show in the values: a clean result is a good unclean one."""
+    seen = []
+    monkeypatch.setattr(lightning_indexer, "fp8_mqa_logits", lambda *a, **o: seen.append((a, o)) or "the result")
+    arguments = (inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, *windows)
+    assert call(*arguments) == "the result"
+    (((q, kv, *others), passed),) = seen
+    assert q is arguments[0]
+    assert [id(x) for x in kv] == [id(x) for x in arguments[1]]
+    assert [id(x) for x in others] == [id(x) for x in arguments[2:]]
+    assert passed == options
 
 
 # DeepGEMM

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from helpers import CPU, int32, same_bits
 
+from helpers import CPU, int32, same_bits
 from lightning_indexer import calc_diff, reference_logits
 from lightning_indexer.bench.cases import WINDOWS, make_inputs, make_windows, window_applies
 from lightning_indexer.reference import reference_scores, window_mask
@@ -57,7 +57,9 @@ def integer_call(rows, keys, heads, head_dim):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("s_q", "s_k", "heads", "head_dim"), [(4, 12, 3, 8), (6, 6, 2, 5), (2, 20, 8, 4), (5, 3, 1, 1)])
+@pytest.mark.parametrize(
+    ("s_q", "s_k", "heads", "head_dim"), [(4, 12, 3, 8), (6, 6, 2, 5), (2, 20, 8, 4), (5, 3, 1, 1)]
+)
 def test_the_formula(window, s_q, s_k, heads, head_dim):
     if not window_applies(window, s_q, s_k):
         return

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,6 +251,66 @@ def test_keys_outside_of_every_window_are_not_read(arch, form):
         torch.float32,
         clean=form == "clean",
     )
+
+
+FENCED = """
+import ctypes, json, mmap
+import torch
+from lightning_indexer import Arch, Problem, calc_diff, reference_logits
+from lightning_indexer.backends.triton_portable.backend import launch
+from lightning_indexer.backends.triton_portable.config import TileConfig
+from lightning_indexer.bench.cases import make_inputs
+from lightning_indexer.problem import Operands
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+NO_ACCESS = 0
+regions = []
+
+def fenced(x, before):
+    # A copy of x that starts right after a page that no one may touch, or ends right before one.
+    size, page = x.numel() * x.element_size(), mmap.PAGESIZE
+    inner = -(-size // page) * page
+    region = mmap.mmap(-1, inner + 2 * page)
+    regions.append(region)
+    start = ctypes.addressof(ctypes.c_byte.from_buffer(region))
+    for fence in (start, start + page + inner):
+        assert libc.mprotect(fence, page, NO_ACCESS) == 0, ctypes.get_errno()
+    offset = page if before else page + inner - size
+    copy = torch.frombuffer(region, dtype=torch.uint8, count=size, offset=offset).view(x.dtype).view(x.shape)
+    return copy.copy_(x)
+
+rows, keys = 5, 75
+inputs = make_inputs(rows, keys, 8, 32, torch.device("cpu"))
+ks = torch.tensor([-3, 0, 33, 70, 200], dtype=torch.int32)
+ke = torch.tensor([75, 500, 75, 2**31 - 1, 300], dtype=torch.int32)
+expected = reference_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+inside = expected != float("-inf")
+diffs = []
+for before in (True, False):
+    operands = Operands(
+        *(fenced(x, before) for x in (inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke))
+    )
+    for arch in ("sm80", "sm90"):
+        for facts in ({}, {"clean_logits": False}, {"clean_logits": False, "max_seqlen_k": 90}):
+            problem = Problem(rows, keys, 8, 32, **facts)
+            out = fenced(torch.empty(rows, problem.width), before)
+            launch(problem, operands, out, Arch.parse(arch), TileConfig(32, 64, 4, 2))
+            if not problem.compressed:
+                diffs.append(calc_diff(out, expected, inside))
+print(json.dumps(diffs))
+"""
+
+
+@interpreted
+def test_nothing_outside_of_the_tensors_is_touched():
+    """Case 7: every tensor between pages that no one may touch; a read past the last key would end the process."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
+    done = subprocess.run([sys.executable, "-c", FENCED], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
+    diffs = json.loads(done.stdout)
+    assert len(diffs) == 8
+    assert max(diffs) < INTERPRETED[torch.float32].diff
 
 
 @interpreted

@@ -374,6 +374,19 @@ def test_no_rows_and_no_keys(monkeypatch, rows, keys, form, backend):
     assert call({**arguments, **options, "out": out}) is out
 
 
+def test_the_call_tells_the_backend_whether_rows_are_aligned(monkeypatch):
+    problems = []
+    for backend in dispatch.backends():
+        monkeypatch.setattr(
+            type(backend), "prepare", lambda _, problem, arch: lambda operands, out: problems.append(problem)
+        )
+    arguments = good()
+    call(arguments)
+    call({**arguments, "q": embedded(arguments["q"])})
+    call({**arguments, "k": embedded(arguments["k"])})
+    assert [problem.aligned for problem in problems] == [True, False, False]
+
+
 def test_an_aligned_problem():
     arguments = good()
     q, k = arguments["q"], arguments["k"]

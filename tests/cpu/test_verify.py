@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
+
 from faulty import FaultyBackend, honest, install, one_percent_high
 from helpers import CPU, bits, int32
-
 from lightning_indexer import Problem
 from lightning_indexer.bench import verify
 from lightning_indexer.bench.cases import FORMS, WINDOWS, Case, make_windows, positions_in_windows

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.cuda_sm90.config import PAIRS, STAGE_KEYS, THREADS, KernelConfig, heuristic
+from lightning_indexer.backends.cuda_sm90.config import KernelConfig, heuristic
 from lightning_indexer.problem import Operands, Problem
 from lightning_indexer.toolchain import nvrtc
 
@@ -56,8 +56,8 @@ class Launch:
             with torch.cuda.device(device):
                 return self(operands, out)
         heads, head_dim = self.config.heads, self.config.head_dim
-        q_map = _q_map(q.data_ptr(), self.problem.rows, heads, head_dim, q.stride(0), q.stride(1))
-        k_map = _k_map(k.data_ptr(), self.problem.keys, head_dim, k.stride(0))
+        q_map = _q_map(q.data_ptr(), self.problem.rows, heads, head_dim, q.stride(0), q.stride(1), self.config.rows)
+        k_map = _k_map(k.data_ptr(), self.problem.keys, head_dim, k.stride(0), self.config.stage_keys)
         parameters = _Parameters()
         base = ctypes.addressof(parameters)
         parameters.pointers[:] = (q_map[1], k_map[1], base + _Parameters.arguments.offset)
@@ -69,7 +69,7 @@ class Launch:
         function, launch, check = _function(self.config, device)
         stream = torch._C._cuda_getCurrentRawStream(device)
         check(launch(
-            function, self.config.ctas, 1, 1, THREADS, 1, 1, self.config.shared_bytes, stream, base, 0
+            function, self.config.ctas, 1, 1, self.config.threads, 1, 1, self.config.shared_bytes, stream, base, 0
         ))  # fmt: skip
         return None
 
@@ -109,13 +109,14 @@ def _function(config: KernelConfig, device: int) -> tuple[Any, Any, Any]:
 
 # A tensor map is a pure function of address and layout, and engines reuse their buffers: the last ones are kept.
 @functools.lru_cache(maxsize=1024)
-def _q_map(address: int, rows: int, heads: int, head_dim: int, stride_m: int, stride_h: int) -> tuple[Any, int]:
+def _q_map(
+    address: int, rows: int, heads: int, head_dim: int, stride_m: int, stride_h: int, rows_of_block: int
+) -> tuple[Any, int]:
     """q [M, H, D] so that one load lays (row, head) pairs in the order of kernel.cuh: pair 8j + 2t + b.
 
     Dimensions, fastest first: channel; b, the even or odd head; lanes that share a row (two at H = 128, each with half of
     the heads); row; j, the pair of heads.
     """
-    rows_of_block = PAIRS // heads
     lanes = 4 // rows_of_block if rows_of_block < 4 else 1
     dims = (head_dim, 2, lanes, rows, heads // lanes // 2)
     strides = (stride_h, stride_h * (heads // lanes), stride_m, 2 * stride_h)
@@ -124,9 +125,9 @@ def _q_map(address: int, rows: int, heads: int, head_dim: int, stride_m: int, st
 
 
 @functools.lru_cache(maxsize=1024)
-def _k_map(address: int, keys: int, head_dim: int, stride: int) -> tuple[Any, int]:
+def _k_map(address: int, keys: int, head_dim: int, stride: int, stage_keys: int) -> tuple[Any, int]:
     """k [N, D], a stage of keys a load."""
-    return _encode(address, (head_dim, keys), (stride,), (head_dim, STAGE_KEYS))
+    return _encode(address, (head_dim, keys), (stride,), (head_dim, stage_keys))
 
 
 def _encode(

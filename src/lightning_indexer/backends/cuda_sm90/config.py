@@ -10,10 +10,8 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.problem import Problem
 
 # kernel.cuh's plan; its static asserts hold these to it.
-PAIRS = 256
-STAGE_KEYS = 128
+TILE_KEYS = 64
 Q_STAGES = 2
-THREADS = 384
 # What a CTA may ask for on sm_90.
 SHARED_LIMIT = 227 * 1024
 
@@ -36,21 +34,34 @@ class KernelConfig:
     out: str
     k_stages: int
     ctas: int
+    enter_cost: int = 1
+    pairs: int = 256
+    groups: int = 2
 
     @property
     def name(self) -> str:
         """The kernel's name in traces."""
-        return f"fp8_mqa_logits_H{self.heads}_D{self.head_dim}_m64n256_k{self.k_stages}_{self.form}_{self.out}_sm90"
+        return f"fp8_mqa_logits_H{self.heads}_D{self.head_dim}_m64n{self.pairs}x{self.groups}_k{self.k_stages}c{self.enter_cost}_{self.form}_{self.out}_sm90"
+
+    @property
+    def stage_keys(self) -> int:
+        """Keys of one stage: a tile for each math warpgroup."""
+        return self.groups * TILE_KEYS
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: the math warpgroups, and one that loads and fills."""
+        return 128 * (self.groups + 1)
 
     @property
     def rows(self) -> int:
         """Query rows of a row block."""
-        return PAIRS // self.heads
+        return self.pairs // self.heads
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: q, k, then at most 16 KiB of the rest, and room to align to 1 KiB."""
-        return (Q_STAGES * PAIRS + self.k_stages * STAGE_KEYS) * self.head_dim + 16 * 1024
+        return (Q_STAGES * self.pairs + self.k_stages * self.stage_keys) * self.head_dim + 16 * 1024
 
     def macros(self) -> dict[str, str | int]:
         """What the source is compiled with."""
@@ -60,7 +71,10 @@ class KernelConfig:
             "CLEAN": int(self.form == "clean"),
             "COMPRESSED": int(self.form == "compressed"),
             "OUT_BF16": int(self.out == "bf16"),
+            "PAIRS": self.pairs,
+            "GROUPS": self.groups,
             "KSTAGES": self.k_stages,
+            "ENTER_COST": self.enter_cost,
             "SHARED_BYTES": self.shared_bytes,
             "KERNEL_NAME": self.name,
         }

@@ -33,21 +33,21 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr bool kClean = CLEAN;
 constexpr bool kCompressed = COMPRESSED;
 
-constexpr int kPairs = 256;                                 // (row, head) pairs of a tile
+constexpr int kPairs = PAIRS;                               // (row, head) pairs of a tile
 constexpr int kRows = kPairs / kHeads;                      // query rows of a row block
 constexpr int kLanesPerRow = kRows < 4 ? 4 / kRows : 1;     // lanes of a quad that share a row (H = 128)
 constexpr int kRowsPerLane = kRows > 4 ? kRows / 4 : 1;     // rows that a lane sums
 constexpr int kRowsPerLoad = kRows < 4 ? kRows : 4;
 constexpr int kTileKeys = 64;
-constexpr int kStageKeys = 2 * kTileKeys;                   // one tile for each math warpgroup
+constexpr int kStageKeys = GROUPS * kTileKeys;                   // one tile for each math warpgroup
 constexpr int kKStages = KSTAGES;
 constexpr int kQStages = 2;
+constexpr int kEnterCost = ENTER_COST;
 
-constexpr int kMathThreads = 256;
-constexpr int kThreads = 384;
-constexpr int kMathRegisters = 224;
-constexpr int kOtherRegisters = 56;
-static_assert(2 * kMathRegisters + kOtherRegisters <= 3 * 168, "168 registers a thread at launch");
+constexpr int kMathThreads = 128 * GROUPS;
+constexpr int kThreads = kMathThreads + 128;
+constexpr int kMathRegisters = GROUPS == 2 ? 224 : GROUPS == 3 ? 152 : 112;
+constexpr int kOtherRegisters = GROUPS == 4 ? 32 : 56;
 static_assert(kHeads == 8 || kHeads == 16 || kHeads == 32 || kHeads == 64 || kHeads == 128, "H");
 static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128, "D, one swizzle span");
 
@@ -78,7 +78,7 @@ struct alignas(1024) Shared {
   RowBlock block[kQStages];
   uint64_t q_full[kQStages], q_empty[kQStages], k_full[kKStages], k_empty[kKStages];
   int warp_sums[kThreads / 32];
-  int start_block, start_stage;
+  int start_block, start_cost;
 };
 
 static_assert(sizeof(Shared) + 1023 <= SHARED_BYTES, "config.py's shared_bytes");
@@ -98,6 +98,8 @@ struct Arguments {
 struct Span {  // the stages of a row block
   int first_key;
   int stages;
+
+  __device__ __forceinline__ int cost() const { return stages > 0 ? stages + kEnterCost : 0; }
 };
 
 __device__ __forceinline__ Span span_of(int lo, int hi) {
@@ -120,14 +122,15 @@ __device__ __forceinline__ Span span_of_block(const Arguments& a, int block) {
   return span_of(lo, hi);
 }
 
-// Cuts the stages of all row blocks into gridDim.x pieces. Returns this CTA's number of stages and leaves where they
-// begin in shared memory. All threads call it.
+// Cuts the work of all row blocks into gridDim.x pieces of equal cost: a stage is one unit, and entering a row block (its
+// q, weights and windows must arrive) is kEnterCost. Returns the cost of this CTA's piece and leaves where it begins in
+// shared memory. All threads call it.
 __device__ int find_piece(const Arguments& a, Shared& s) {
   const int blocks = (a.rows + kRows - 1) / kRows;
   const int each = (blocks + kThreads - 1) / kThreads;
   const int first = threadIdx.x * each, last = min(first + each, blocks);
   int mine = 0;
-  for (int block = first; block < last; ++block) mine += span_of_block(a, block).stages;
+  for (int block = first; block < last; ++block) mine += span_of_block(a, block).cost();
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int inclusive = mine;
@@ -148,9 +151,9 @@ __device__ int find_piece(const Arguments& a, Shared& s) {
   const int end = static_cast<long long>(total) * (blockIdx.x + 1) / gridDim.x;
   if (before <= begin && begin < before + mine) {
     int block = first, skip = begin - before;
-    for (int stages; skip >= (stages = span_of_block(a, block).stages); ++block) skip -= stages;
+    for (int cost; skip >= (cost = span_of_block(a, block).cost()); ++block) skip -= cost;
     s.start_block = block;
-    s.start_stage = skip;
+    s.start_cost = skip;
   }
   __syncthreads();
   return end - begin;
@@ -161,20 +164,20 @@ __device__ int find_piece(const Arguments& a, Shared& s) {
 __device__ void produce(const Arguments& a, Shared& s, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                         int remaining) {
   const int lane = threadIdx.x % 32;
-  int block = s.start_block, skip = s.start_stage, q_count = 0, k_count = 0;
-  for (;; ++block) {
-    int stages = 0, lo = 0, hi = 0;
+  int block = s.start_block, skip = s.start_cost, q_count = 0, k_count = 0;
+  for (;; ++block, skip = 0) {
+    int first_stage = 0, stages = 0, lo = 0, hi = 0;
     Span span{0, 0};
     const int row = block * kRows + lane;
     if (remaining > 0) {
       if (lane < kRows && row < a.rows) lo = max(__ldg(a.ks + row), 0), hi = min(__ldg(a.ke + row), a.keys);
       const bool some = hi > lo;
       span = span_of(__reduce_min_sync(~0u, some ? lo : 0x7FFFFFFF), __reduce_max_sync(~0u, some ? hi : 0));
-      stages = min(span.stages - skip, remaining);
-      if (stages <= 0) {
-        skip = 0;
-        continue;
-      }
+      const int end = min(span.cost(), skip + remaining);
+      remaining -= end - skip;
+      first_stage = max(skip - kEnterCost, 0);
+      stages = max(end - kEnterCost, 0) - first_stage;
+      if (stages <= 0) continue;
     }
     // Rows past M join the last real row in the test for masks, and store nothing.
     const int q_stage = q_count % kQStages;
@@ -185,7 +188,7 @@ __device__ void produce(const Arguments& a, Shared& s, const ptx::TensorMap* q_m
     const int inner_hi = __reduce_min_sync(~0u, lane < kRows ? (real ? hi : 0) : 0x7FFFFFFF);
     if (lane == 0) {
       info.first_row = block * kRows;
-      info.first_key = span.first_key + skip * kStageKeys;
+      info.first_key = span.first_key + first_stage * kStageKeys;
       info.stages = stages;
       info.inner_lo = inner_lo;
       info.inner_hi = inner_hi;
@@ -216,13 +219,11 @@ __device__ void produce(const Arguments& a, Shared& s, const ptx::TensorMap* q_m
         const int k_stage = k_count % kKStages;
         ptx::barrier_wait(&s.k_empty[k_stage], (k_count / kKStages & 1) ^ 1);
         ptx::barrier_arrive_expect(&s.k_full[k_stage], kStageKeys * kHeadDim);
-        ptx::load_2d(s.k[k_stage], k_map, &s.k_full[k_stage], 0, span.first_key + (skip + i) * kStageKeys);
+        ptx::load_2d(s.k[k_stage], k_map, &s.k_full[k_stage], 0, span.first_key + (first_stage + i) * kStageKeys);
       }
     }
     __syncwarp();
     ++q_count;
-    remaining -= stages;
-    skip = 0;
   }
 }
 
@@ -276,102 +277,131 @@ __device__ __forceinline__ Out to_out(float value) {
 #endif
 }
 
-__device__ void multiply(const Arguments& a, Shared& s) {
-  const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
-  const int lane_row = lane % 4 / kLanesPerRow;                     // and + 4, + 8, ... up to kRowsPerLane of them
-  const int lane_key = group * kTileKeys + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and + 8
-  constexpr int kJPerRow = 32 / kRowsPerLane;
-  constexpr float kDown = 0x1p-25f, kUp = 0x1p25f;
+// A value that is the same in all lanes, in a form that tells the compiler so.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
-  int k_count = 0;
+constexpr int kJPerRow = kPairs / 8 / kRowsPerLane;  // pairs of heads that a lane sums for one row
+constexpr int kKeysPerLane = kLanesPerRow > 1 ? 1 : 2;
+
+// What a lane knows of its place in a tile.
+struct Lane {
+  int row;   // in the row block; and + 4, + 8, ... up to kRowsPerLane of them
+  int half;  // which of the kLanesPerRow lanes of that row
+  int key;   // in the stage; and + 8, unless lanes of a row share the two
+};
+
+// ReLU, weights, head sum of one tile: sums [row][key] of this lane, short of the key's scale.
+__device__ __forceinline__ void sum_heads(const float (&d)[kPairs / 2], const float (&w)[kPairs / 4], int half,
+                                          float (&sum)[kRowsPerLane][kKeysPerLane]) {
+#pragma unroll
+  for (int r = 0; r < kRowsPerLane; ++r) {
+    float part[2][4] = {};  // by key; four independent sums cover the latency of an FMA
+#pragma unroll
+    for (int jj = 0; jj < kJPerRow; ++jj) {
+      const int j = r * kJPerRow + jj;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& p = part[e / 2][jj % 2 * 2 + e % 2];
+        p = fmaf(__saturatef(d[4 * j + e] * 0x1p-25f), w[2 * j + e % 2], p);
+      }
+    }
+    const float sum0 = (part[0][0] + part[0][1]) + (part[0][2] + part[0][3]);
+    const float sum1 = (part[1][0] + part[1][1]) + (part[1][2] + part[1][3]);
+    if constexpr (kLanesPerRow == 1) {
+      sum[r][0] = sum0, sum[r][1] = sum1;
+    } else {  // the other heads are one lane away (and two more): each lane keeps one key
+      sum[r][0] = (half % 2 ? sum1 : sum0) + __shfl_xor_sync(~0u, half % 2 ? sum0 : sum1, 1);
+      if constexpr (kLanesPerRow == 4) sum[r][0] += __shfl_xor_sync(~0u, sum[r][0], 2);
+    }
+  }
+}
+
+// Scales and stores the sums of the tile whose first key for this lane is `key`. `out` is column 0 - origin of its row.
+__device__ __forceinline__ void store_tile(const Arguments& a, const RowBlock& info, Out* out, const Lane& my, int key,
+                                           int tile_key, const float (&sum)[kRowsPerLane][kKeysPerLane],
+                                           const float (&scale)[kKeysPerLane]) {
+  const bool whole = tile_key >= info.inner_lo && tile_key + kTileKeys <= info.inner_hi;
+#pragma unroll
+  for (int r = 0; r < kRowsPerLane; ++r) {
+    const int row = my.row + 4 * r;
+    Out* target = out + 4 * r * a.out_stride;
+    if constexpr (kCompressed && kRowsPerLane > 1) target += info.origin[my.row] - info.origin[row];
+#pragma unroll
+    for (int e = 0; e < kKeysPerLane; ++e) {
+      const int n = key + 8 * e;
+      float value = fmaf(sum[r][e], scale[e], 0.0f);  // + 0.0 turns -0.0 into +0.0
+      bool write = kLanesPerRow < 4 || my.half < 2;
+      if (!whole) {
+        const bool inside = n >= info.lo[row] && n < info.hi[row];
+        if constexpr (kClean) {
+          if (!inside) value = -__int_as_float(0x7F800000);
+          write = write && n < a.keys && info.first_row + row < a.rows;
+        } else {
+          write = write && inside;
+        }
+      }
+      if constexpr (kCompressed) write = write && static_cast<long long>(n) - info.origin[row] < a.width;
+      if (write) target[n] = to_out(value);
+    }
+  }
+}
+
+__device__ void multiply(const Arguments& a, Shared& s) {
+  const int lane = threadIdx.x % 32, group = uniform(threadIdx.x / 128);
+  Lane my;
+  my.row = lane % 4 / kLanesPerRow;
+  my.half = lane % kLanesPerRow;
+  my.key = group * kTileKeys + threadIdx.x % 128 / 32 * 16 + lane / 4 + (kKeysPerLane == 1 ? lane % 2 * 8 : 0);
+
+  int k_stage = 0, k_parity = 0;
+  bool k_ready = false;
   for (int q_count = 0;; ++q_count) {
     const int q_stage = q_count % kQStages;
     ptx::barrier_wait(&s.q_full[q_stage], q_count / kQStages & 1);
     const RowBlock& info = s.block[q_stage];
-    const int stages = info.stages;
+    const int stages = uniform(info.stages);
     if (stages == 0) return;
 
-    float w[64];  // of this lane's rows, in the order of its columns
+    float w[kPairs / 4];  // of this lane's rows, in the order of its columns
 #pragma unroll
-    for (int j = 0; j < 32; ++j) {
-      const int row = lane_row + j / kJPerRow * 4;
-      const int head = lane % kLanesPerRow * (kHeads / kLanesPerRow) + j % kJPerRow * 2;
+    for (int j = 0; j < kPairs / 8; ++j) {
+      const int row = my.row + j / kJPerRow * 4, head = my.half * (kHeads / kLanesPerRow) + j % kJPerRow * 2;
       const float2 pair = *reinterpret_cast<const float2*>(&s.weights[q_stage][row * kHeads + head]);
       w[2 * j] = pair.x, w[2 * j + 1] = pair.y;
     }
-    const int inner_lo = info.inner_lo, inner_hi = info.inner_hi;
-    int key = info.first_key + lane_key;
-    Out* out = a.out + (info.first_row + lane_row) * a.out_stride - info.origin[lane_row];
+    Out* out = a.out + (info.first_row + my.row) * a.out_stride - info.origin[my.row];
+    int key = info.first_key + my.key;
+    float sum[kRowsPerLane][kKeysPerLane], scale[kKeysPerLane];
 
-    for (int i = 0; i < stages; ++i, ++k_count, key += kStageKeys) {
-      const int k_stage = k_count % kKStages;
-      ptx::barrier_wait(&s.k_full[k_stage], k_count / kKStages & 1);
+    for (int i = 0; i < stages; ++i, key += kStageKeys) {
+      if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
 
       // ---- S [64 keys, 256 pairs] = K tile x Q^T ----
-      float d[128];
+      float d[kPairs / 2];
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kHeadDim / 32; ++step) {
         const auto k_tile = ptx::matrix_descriptor<kHeadDim>(s.k[k_stage] + group * kTileKeys * kHeadDim + step * 32);
         const auto q_tile = ptx::matrix_descriptor<kHeadDim>(s.q[q_stage] + step * 32);
-        ptx::wgmma_m64n256k32(d, k_tile, q_tile, step != 0);
+        ptx::wgmma_k32(d, k_tile, q_tile, step != 0);
       }
       ptx::wgmma_commit();
-      const float scale0 = kUp * (key < a.keys ? __ldg(a.kv_scale + key) : 0.0f);
-      const float scale1 = kUp * (key + 8 < a.keys ? __ldg(a.kv_scale + key + 8) : 0.0f);
-      ptx::wgmma_wait_all();
-      if (lane == 0) ptx::barrier_arrive(&s.k_empty[k_stage]);
 
-      // ---- ReLU, weights, head sum: two keys for each of this lane's rows ----
-      float sum[kRowsPerLane][2];
+      // ---- in its shadow: the last tile's stores, this tile's scales, a look at the next stage ----
+      if (i > 0) store_tile(a, info, out, my, key - kStageKeys, key - kStageKeys - my.key + group * kTileKeys, sum, scale);
 #pragma unroll
-      for (int r = 0; r < kRowsPerLane; ++r) {
-        float part[2][4] = {};
-#pragma unroll
-        for (int jj = 0; jj < kJPerRow; ++jj) {
-          const int j = r * kJPerRow + jj;
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            part[e / 2][jj % 2 * 2 + e % 2] =
-                fmaf(__saturatef(d[4 * j + e] * kDown), w[2 * j + e % 2], part[e / 2][jj % 2 * 2 + e % 2]);
-          }
-        }
-        sum[r][0] = (part[0][0] + part[0][1]) + (part[0][2] + part[0][3]);
-        sum[r][1] = (part[1][0] + part[1][1]) + (part[1][2] + part[1][3]);
+      for (int e = 0; e < kKeysPerLane; ++e) {
+        scale[e] = key + 8 * e < a.keys ? 0x1p25f * __ldg(a.kv_scale + key + 8 * e) : 0.0f;
       }
-      if constexpr (kLanesPerRow == 2) {  // the other half of the heads is one lane away
-        sum[0][0] += __shfl_xor_sync(~0u, sum[0][0], 1);
-        sum[0][1] += __shfl_xor_sync(~0u, sum[0][1], 1);
-      }
+      uint64_t* const k_empty = &s.k_empty[k_stage];
+      if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
+      k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
 
-      // ---- store; + 0.0 turns -0.0 into +0.0 ----
-      const int tile_first = key - lane_key + group * kTileKeys;
-      const bool whole = tile_first >= inner_lo && tile_first + kTileKeys <= inner_hi;
-#pragma unroll
-      for (int r = 0; r < kRowsPerLane; ++r) {
-        const int row = lane_row + 4 * r;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int n = key + 8 * e;
-          float value = fmaf(sum[r][e], e ? scale1 : scale0, 0.0f);
-          Out* target = out + 4 * r * a.out_stride;
-          if constexpr (kCompressed && kRowsPerLane > 1) target += info.origin[lane_row] - info.origin[row];
-          bool write = true;
-          if (!whole) {
-            const bool inside = n >= info.lo[row] && n < info.hi[row];
-            if constexpr (kClean) {
-              if (!inside) value = -__int_as_float(0x7F800000);
-              write = n < a.keys && info.first_row + row < a.rows;
-            } else {
-              write = inside;
-            }
-          }
-          if constexpr (kCompressed) write = write && static_cast<long long>(n) - info.origin[row] < a.width;
-          if constexpr (kLanesPerRow == 2) write = write && lane % 2 == e;
-          if (write) target[n] = to_out(value);
-        }
-      }
+      ptx::wgmma_wait<0>();
+      if (lane == 0) ptx::barrier_arrive(k_empty);
+      sum_heads(d, w, my.half, sum);
     }
+    store_tile(a, info, out, my, key - kStageKeys, key - kStageKeys - my.key + group * kTileKeys, sum, scale);
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(&s.q_empty[q_stage]);
   }
@@ -403,12 +433,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int i = threadIdx.x; i < 2048; i += kThreads) s.neg_inf[i] = kNegInfPair;
     ptx::fence_async_proxy();
   }
-  const int stages = find_piece(a, s);  // its barriers also publish what was written above
+  const int cost = find_piece(a, s);  // its barriers also publish what was written above
 
   if (warp >= kMathThreads / 32) {
     ptx::registers_release<kOtherRegisters>();
     if (warp == kMathThreads / 32) {
-      produce(a, s, &q_map, &k_map, stages);
+      produce(a, s, &q_map, &k_map, cost);
     } else if constexpr (kClean) {
       fill(a, s, warp - kMathThreads / 32 - 1, 3);
     }
