@@ -11,7 +11,6 @@ from lightning_indexer.problem import Problem
 
 # kernel.cuh's plan; its static asserts hold these to it.
 TILE_KEYS = 64
-Q_STAGES = 2
 # What a CTA may ask for on sm_90.
 SHARED_LIMIT = 227 * 1024
 
@@ -34,14 +33,15 @@ class KernelConfig:
     out: str
     k_stages: int
     ctas: int
-    enter_cost: int = 1
+    enter_cost: int = 2
+    q_stages: int = 3
     pairs: int = 256
     groups: int = 2
 
     @property
     def name(self) -> str:
         """The kernel's name in traces."""
-        return f"fp8_mqa_logits_H{self.heads}_D{self.head_dim}_m64n{self.pairs}x{self.groups}_k{self.k_stages}c{self.enter_cost}_{self.form}_{self.out}_sm90"
+        return f"fp8_mqa_logits_H{self.heads}_D{self.head_dim}_m64n{self.pairs}x{self.groups}_k{self.k_stages}q{self.q_stages}c{self.enter_cost}_{self.form}_{self.out}_sm90"
 
     @property
     def stage_keys(self) -> int:
@@ -61,7 +61,7 @@ class KernelConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: q, k, then at most 16 KiB of the rest, and room to align to 1 KiB."""
-        return (Q_STAGES * self.pairs + self.k_stages * self.stage_keys) * self.head_dim + 16 * 1024
+        return (self.q_stages * self.pairs + self.k_stages * self.stage_keys) * self.head_dim + 16 * 1024
 
     def macros(self) -> dict[str, str | int]:
         """What the source is compiled with."""
@@ -74,6 +74,7 @@ class KernelConfig:
             "PAIRS": self.pairs,
             "GROUPS": self.groups,
             "KSTAGES": self.k_stages,
+            "QSTAGES": self.q_stages,
             "ENTER_COST": self.enter_cost,
             "SHARED_BYTES": self.shared_bytes,
             "KERNEL_NAME": self.name,

@@ -41,7 +41,7 @@ constexpr int kRowsPerLoad = kRows < 4 ? kRows : 4;
 constexpr int kTileKeys = 64;
 constexpr int kStageKeys = GROUPS * kTileKeys;                   // one tile for each math warpgroup
 constexpr int kKStages = KSTAGES;
-constexpr int kQStages = 2;
+constexpr int kQStages = QSTAGES;
 constexpr int kEnterCost = ENTER_COST;
 
 constexpr int kMathThreads = 128 * GROUPS;
@@ -161,53 +161,65 @@ __device__ int find_piece(const Arguments& a, Shared& s) {
 
 // ---- producer warp ----
 
+// What the producer warp reads of one row block: a window a lane, and the weights of 256 pairs. Loaded one block ahead, so
+// that their latency lies under the loads of the block before.
+struct Ahead {
+  int ks, lo, hi;
+  float weights[kPairs / 32];
+
+  __device__ __forceinline__ void load(const Arguments& a, int block) {
+    const int lane = threadIdx.x % 32, row = block * kRows + lane;
+    const bool real = lane < kRows && row < a.rows;
+    ks = real ? __ldg(a.ks + row) : 0;
+    lo = max(ks, 0);
+    hi = real ? min(__ldg(a.ke + row), a.keys) : 0;
+#pragma unroll
+    for (int i = 0; i < kPairs / 32; ++i) {
+      const int pair = i * 32 + lane, w_row = block * kRows + pair / kHeads;
+      weights[i] = w_row < a.rows ? __ldg(a.weights + w_row * a.w_stride + pair % kHeads) : 0.0f;
+    }
+  }
+};
+
 __device__ void produce(const Arguments& a, Shared& s, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
                         int remaining) {
   const int lane = threadIdx.x % 32;
-  int block = s.start_block, skip = s.start_cost, q_count = 0, k_count = 0;
-  for (;; ++block, skip = 0) {
-    int first_stage = 0, stages = 0, lo = 0, hi = 0;
-    Span span{0, 0};
-    const int row = block * kRows + lane;
-    if (remaining > 0) {
-      if (lane < kRows && row < a.rows) lo = max(__ldg(a.ks + row), 0), hi = min(__ldg(a.ke + row), a.keys);
-      const bool some = hi > lo;
-      span = span_of(__reduce_min_sync(~0u, some ? lo : 0x7FFFFFFF), __reduce_max_sync(~0u, some ? hi : 0));
-      const int end = min(span.cost(), skip + remaining);
-      remaining -= end - skip;
-      first_stage = max(skip - kEnterCost, 0);
-      stages = max(end - kEnterCost, 0) - first_stage;
-      if (stages <= 0) continue;
-    }
-    // Rows past M join the last real row in the test for masks, and store nothing.
+  int block = s.start_block, skip = s.start_cost, q_count = 0, k_stage = 0, k_parity = 1;
+  Ahead next;
+  if (remaining > 0) next.load(a, block);
+  for (; remaining > 0; ++block, skip = 0) {
+    const Ahead now = next;
+    const bool some = now.hi > now.lo;
+    const int least = __reduce_min_sync(~0u, some ? now.lo : 0x7FFFFFFF);
+    const Span span = span_of(least, __reduce_max_sync(~0u, some ? now.hi : 0));
+    const int end = min(span.cost(), skip + remaining);
+    remaining -= end - skip;
+    if (remaining > 0) next.load(a, block + 1);
+    const int first_stage = max(skip - kEnterCost, 0), stages = max(end - kEnterCost, 0) - first_stage;
+    if (stages <= 0) continue;
+
     const int q_stage = q_count % kQStages;
     ptx::barrier_wait(&s.q_empty[q_stage], (q_count / kQStages & 1) ^ 1);
+    ++q_count;
+    // A row past M has the empty window [0, 0): no tile of its block is whole, and it stores nothing.
     RowBlock& info = s.block[q_stage];
-    const bool real = lane < kRows && row < a.rows;
-    const int inner_lo = __reduce_max_sync(~0u, lane < kRows ? (real ? lo : 0x7FFFFFFF) : 0);
-    const int inner_hi = __reduce_min_sync(~0u, lane < kRows ? (real ? hi : 0) : 0x7FFFFFFF);
+    const int inner_lo = __reduce_max_sync(~0u, lane < kRows ? now.lo : 0);
+    const int inner_hi = __reduce_min_sync(~0u, lane < kRows ? now.hi : 0x7FFFFFFF);
+    const int first_key = span.first_key + first_stage * kStageKeys;
     if (lane == 0) {
       info.first_row = block * kRows;
-      info.first_key = span.first_key + first_stage * kStageKeys;
+      info.first_key = first_key;
       info.stages = stages;
       info.inner_lo = inner_lo;
       info.inner_hi = inner_hi;
     }
-    if (stages == 0) {
-      __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(&s.q_full[q_stage]);
-      return;
-    }
     if (lane < kRows) {
-      info.lo[lane] = lo;
-      info.hi[lane] = hi;
-      info.origin[lane] = kCompressed && real ? __ldg(a.ks + row) : 0;
+      info.lo[lane] = now.lo;
+      info.hi[lane] = now.hi;
+      info.origin[lane] = kCompressed ? now.ks : 0;
     }
 #pragma unroll
-    for (int i = lane; i < kPairs; i += 32) {
-      const int w_row = block * kRows + i / kHeads;
-      s.weights[q_stage][i] = w_row < a.rows ? __ldg(a.weights + w_row * a.w_stride + i % kHeads) : 0.0f;
-    }
+    for (int i = 0; i < kPairs / 32; ++i) s.weights[q_stage][i * 32 + lane] = now.weights[i];
     __syncwarp();
     if (lane == 0) {
       ptx::barrier_arrive_expect(&s.q_full[q_stage], kPairs * kHeadDim);
@@ -215,15 +227,20 @@ __device__ void produce(const Arguments& a, Shared& s, const ptx::TensorMap* q_m
       for (int r = 0; r < kRows; r += kRowsPerLoad) {
         ptx::load_5d(s.q[q_stage] + r * kHeads * kHeadDim, q_map, &s.q_full[q_stage], 0, 0, 0, block * kRows + r, 0);
       }
-      for (int i = 0; i < stages; ++i, ++k_count) {
-        const int k_stage = k_count % kKStages;
-        ptx::barrier_wait(&s.k_empty[k_stage], (k_count / kKStages & 1) ^ 1);
+      for (int i = 0; i < stages; ++i) {
+        ptx::barrier_wait(&s.k_empty[k_stage], k_parity);
         ptx::barrier_arrive_expect(&s.k_full[k_stage], kStageKeys * kHeadDim);
-        ptx::load_2d(s.k[k_stage], k_map, &s.k_full[k_stage], 0, span.first_key + (first_stage + i) * kStageKeys);
+        ptx::load_2d(s.k[k_stage], k_map, &s.k_full[k_stage], 0, first_key + i * kStageKeys);
+        if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
       }
     }
     __syncwarp();
-    ++q_count;
+  }
+  const int q_stage = q_count % kQStages;
+  ptx::barrier_wait(&s.q_empty[q_stage], (q_count / kQStages & 1) ^ 1);
+  if (lane == 0) {
+    s.block[q_stage].stages = 0;
+    ptx::barrier_arrive(&s.q_full[q_stage]);
   }
 }
 
@@ -353,6 +370,7 @@ __device__ void multiply(const Arguments& a, Shared& s) {
   my.half = lane % kLanesPerRow;
   my.key = group * kTileKeys + threadIdx.x % 128 / 32 * 16 + lane / 4 + (kKeysPerLane == 1 ? lane % 2 * 8 : 0);
 
+  const uint64_t k_tiles = ptx::matrix_descriptor<kHeadDim>(s.k[0] + group * kTileKeys * kHeadDim);
   int k_stage = 0, k_parity = 0;
   bool k_ready = false;
   for (int q_count = 0;; ++q_count) {
@@ -369,9 +387,11 @@ __device__ void multiply(const Arguments& a, Shared& s) {
       const float2 pair = *reinterpret_cast<const float2*>(&s.weights[q_stage][row * kHeads + head]);
       w[2 * j] = pair.x, w[2 * j + 1] = pair.y;
     }
+    const uint64_t q_tile = ptx::matrix_descriptor<kHeadDim>(s.q[q_stage]);
     Out* out = a.out + (info.first_row + my.row) * a.out_stride - info.origin[my.row];
     int key = info.first_key + my.key;
     float sum[kRowsPerLane][kKeysPerLane], scale[kKeysPerLane];
+    uint64_t* k_empty = nullptr;  // of the tile before
 
     for (int i = 0; i < stages; ++i, key += kStageKeys) {
       if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
@@ -380,27 +400,28 @@ __device__ void multiply(const Arguments& a, Shared& s) {
       float d[kPairs / 2];
       ptx::wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kHeadDim / 32; ++step) {
-        const auto k_tile = ptx::matrix_descriptor<kHeadDim>(s.k[k_stage] + group * kTileKeys * kHeadDim + step * 32);
-        const auto q_tile = ptx::matrix_descriptor<kHeadDim>(s.q[q_stage] + step * 32);
-        ptx::wgmma_k32(d, k_tile, q_tile, step != 0);
+      for (int step = 0; step < kHeadDim / 32; ++step) {  // 32 bytes further along the rows: 2 units of 16
+        ptx::wgmma_k32(d, k_tiles + k_stage * (kStageKeys * kHeadDim / 16) + 2 * step, q_tile + 2 * step, step != 0);
       }
       ptx::wgmma_commit();
 
       // ---- in its shadow: the last tile's stores, this tile's scales, a look at the next stage ----
-      if (i > 0) store_tile(a, info, out, my, key - kStageKeys, key - kStageKeys - my.key + group * kTileKeys, sum, scale);
+      if (i > 0) {
+        if (lane == 0) ptx::barrier_arrive(k_empty);
+        store_tile(a, info, out, my, key - kStageKeys, key - kStageKeys - my.key + group * kTileKeys, sum, scale);
+      }
 #pragma unroll
       for (int e = 0; e < kKeysPerLane; ++e) {
         scale[e] = key + 8 * e < a.keys ? 0x1p25f * __ldg(a.kv_scale + key + 8 * e) : 0.0f;
       }
-      uint64_t* const k_empty = &s.k_empty[k_stage];
+      k_empty = &s.k_empty[k_stage];
       if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
       k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
 
       ptx::wgmma_wait<0>();
-      if (lane == 0) ptx::barrier_arrive(k_empty);
       sum_heads(d, w, my.half, sum);
     }
+    if (lane == 0) ptx::barrier_arrive(k_empty);
     store_tile(a, info, out, my, key - kStageKeys, key - kStageKeys - my.key + group * kTileKeys, sum, scale);
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(&s.q_empty[q_stage]);
