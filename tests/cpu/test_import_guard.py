@@ -106,6 +106,8 @@ def test_the_package_works_where_nothing_optional_is_installed():
     assert found["diff"] < ON_CPU[torch.float32].diff
     sentence = "Triton is not installed: pip install 'lightning-indexer[triton]'"
     assert ["triton-portable", False, sentence] in found["explain"]
+    cuda = "cuda-core is not installed: pip install 'lightning-indexer[cuda]'"
+    assert ["cuda-sm90", False, cuda] in found["explain"]
     assert ["torch-blocked", True, None] in found["explain"]
     assert found["error"].endswith(f"triton-portable: {sentence}")
     assert found["table"] is None

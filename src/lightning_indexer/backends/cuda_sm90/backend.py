@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.cuda_sm90.config import KernelConfig, heuristic
+from lightning_indexer.backends.cuda_sm90.config import THREADS, TILE_KEYS, KernelConfig, heuristic
 from lightning_indexer.problem import Operands, Problem
 from lightning_indexer.toolchain import nvrtc
 
@@ -57,7 +57,7 @@ class Launch:
                 return self(operands, out)
         heads, head_dim = self.config.heads, self.config.head_dim
         q_map = _q_map(q.data_ptr(), self.problem.rows, heads, head_dim, q.stride(0), q.stride(1), self.config.rows)
-        k_map = _k_map(k.data_ptr(), self.problem.keys, head_dim, k.stride(0), self.config.stage_keys)
+        k_map = _k_map(k.data_ptr(), self.problem.keys, head_dim, k.stride(0))
         parameters = _Parameters()
         base = ctypes.addressof(parameters)
         parameters.pointers[:] = (q_map[1], k_map[1], base + _Parameters.arguments.offset)
@@ -69,7 +69,7 @@ class Launch:
         function, launch, check = _function(self.config, device)
         stream = torch._C._cuda_getCurrentRawStream(device)
         check(launch(
-            function, self.config.ctas, 1, 1, self.config.threads, 1, 1, self.config.shared_bytes, stream, base, 0
+            function, self.config.ctas, 1, 1, THREADS, 1, 1, self.config.shared_bytes, stream, base, 0
         ))  # fmt: skip
         return None
 
@@ -125,9 +125,9 @@ def _q_map(
 
 
 @functools.lru_cache(maxsize=1024)
-def _k_map(address: int, keys: int, head_dim: int, stride: int, stage_keys: int) -> tuple[Any, int]:
-    """k [N, D], a stage of keys a load."""
-    return _encode(address, (head_dim, keys), (stride,), (head_dim, stage_keys))
+def _k_map(address: int, keys: int, head_dim: int, stride: int) -> tuple[Any, int]:
+    """k [N, D], a tile of keys a load."""
+    return _encode(address, (head_dim, keys), (stride,), (head_dim, TILE_KEYS))
 
 
 def _encode(

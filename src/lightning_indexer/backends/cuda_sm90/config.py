@@ -10,7 +10,10 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.problem import Problem
 
 # kernel.cuh's plan; its static asserts hold these to it.
+PAIRS = 256
 TILE_KEYS = 64
+WORKERS = 2
+THREADS = 128 * WORKERS + 128
 # What a CTA may ask for on sm_90.
 SHARED_LIMIT = 227 * 1024
 
@@ -23,45 +26,38 @@ class KernelConfig:
         heads, head_dim: H and D.
         form: ``clean``, ``nocl`` (outside the windows unspecified) or ``compressed``.
         out: ``f32`` or ``bf16``.
-        k_stages: 128-key buffers between the copy engine and the tensor cores.
         ctas: persistent CTAs, one a multiprocessor.
+        k_stages: tiles of 64 keys between the copy engine and the tensor cores, for each of two workers.
+        q_stages: row blocks of q, likewise.
+        enter_cost: what entering a row block costs the schedule, in tiles.
     """
 
     heads: int
     head_dim: int
     form: str
     out: str
-    k_stages: int
     ctas: int
+    k_stages: int = 5
+    q_stages: int = 2
     enter_cost: int = 2
-    q_stages: int = 3
-    pairs: int = 256
-    groups: int = 2
 
     @property
     def name(self) -> str:
         """The kernel's name in traces."""
-        return f"fp8_mqa_logits_H{self.heads}_D{self.head_dim}_m64n{self.pairs}x{self.groups}_k{self.k_stages}q{self.q_stages}c{self.enter_cost}_{self.form}_{self.out}_sm90"
-
-    @property
-    def stage_keys(self) -> int:
-        """Keys of one stage: a tile for each math warpgroup."""
-        return self.groups * TILE_KEYS
-
-    @property
-    def threads(self) -> int:
-        """Of a CTA: the math warpgroups, and one that loads and fills."""
-        return 128 * (self.groups + 1)
+        return (
+            f"fp8_mqa_logits_H{self.heads}_D{self.head_dim}_m64n{PAIRS}_w{WORKERS}_k{self.k_stages}_q{self.q_stages}"
+            f"_e{self.enter_cost}_{self.form}_{self.out}_sm90"
+        )
 
     @property
     def rows(self) -> int:
         """Query rows of a row block."""
-        return self.pairs // self.heads
+        return PAIRS // self.heads
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a CTA: q, k, then at most 16 KiB of the rest, and room to align to 1 KiB."""
-        return (self.q_stages * self.pairs + self.k_stages * self.stage_keys) * self.head_dim + 16 * 1024
+        """Dynamic shared memory of a CTA: q and k of both workers, and at most 18 KiB of the rest and alignment."""
+        return WORKERS * (self.q_stages * PAIRS + self.k_stages * TILE_KEYS) * self.head_dim + 18 * 1024
 
     def macros(self) -> dict[str, str | int]:
         """What the source is compiled with."""
@@ -71,8 +67,6 @@ class KernelConfig:
             "CLEAN": int(self.form == "clean"),
             "COMPRESSED": int(self.form == "compressed"),
             "OUT_BF16": int(self.out == "bf16"),
-            "PAIRS": self.pairs,
-            "GROUPS": self.groups,
             "KSTAGES": self.k_stages,
             "QSTAGES": self.q_stages,
             "ENTER_COST": self.enter_cost,
@@ -82,7 +76,7 @@ class KernelConfig:
 
 
 def heuristic(problem: Problem, arch: Arch) -> KernelConfig:
-    """Six key stages cover the latency of a load from HBM; the schedule inside the kernel does the rest."""
+    """Five key tiles a worker cover the latency of a load; the schedule inside the kernel does the rest."""
     form = "compressed" if problem.compressed else "clean" if problem.clean_logits else "nocl"
     out = "f32" if problem.out_dtype is torch.float32 else "bf16"
-    return KernelConfig(problem.heads, problem.head_dim, form, out, 6, arch.units)
+    return KernelConfig(problem.heads, problem.head_dim, form, out, arch.units)

@@ -33,21 +33,23 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr bool kClean = CLEAN;
 constexpr bool kCompressed = COMPRESSED;
 
-constexpr int kPairs = PAIRS;                               // (row, head) pairs of a tile
+constexpr int kPairs = 256;                                 // (row, head) pairs of a tile
 constexpr int kRows = kPairs / kHeads;                      // query rows of a row block
 constexpr int kLanesPerRow = kRows < 4 ? 4 / kRows : 1;     // lanes of a quad that share a row (H = 128)
 constexpr int kRowsPerLane = kRows > 4 ? kRows / 4 : 1;     // rows that a lane sums
 constexpr int kRowsPerLoad = kRows < 4 ? kRows : 4;
 constexpr int kTileKeys = 64;
-constexpr int kStageKeys = GROUPS * kTileKeys;                   // one tile for each math warpgroup
-constexpr int kKStages = KSTAGES;
-constexpr int kQStages = QSTAGES;
-constexpr int kEnterCost = ENTER_COST;
+constexpr int kWorkers = 2;                                 // each a producer warp and a math warpgroup
+constexpr int kKStages = KSTAGES;                           // tiles of keys, per worker
+constexpr int kQStages = QSTAGES;                           // row blocks, per worker
+constexpr int kEnterCost = ENTER_COST;                      // of entering a row block, in tiles
 
-constexpr int kMathThreads = 128 * GROUPS;
+constexpr int kMathThreads = 128 * kWorkers;
 constexpr int kThreads = kMathThreads + 128;
-constexpr int kMathRegisters = GROUPS == 2 ? 224 : GROUPS == 3 ? 152 : 112;
-constexpr int kOtherRegisters = GROUPS == 4 ? 32 : 56;
+constexpr int kFillWarps = 4 - kWorkers;
+constexpr int kMathRegisters = 224;
+constexpr int kOtherRegisters = 56;
+static_assert(2 * kMathRegisters + kOtherRegisters <= 3 * 168, "168 registers a thread at launch");
 static_assert(kHeads == 8 || kHeads == 16 || kHeads == 32 || kHeads == 64 || kHeads == 128, "H");
 static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128, "D, one swizzle span");
 
@@ -59,10 +61,10 @@ using Out = float;
 constexpr uint32_t kNegInfPair = 0xFF800000u;
 #endif
 
-struct RowBlock {  // what the math warpgroups need to know of one row block
+struct RowBlock {  // what a math warpgroup needs to know of one row block
   int first_row;
   int first_key;
-  int stages;      // 0 ends the CTA's work
+  int tiles;       // 0 ends the worker's piece
   int inner_lo;    // every row's window holds [inner_lo, inner_hi): no masks there
   int inner_hi;
   int lo[kRows];
@@ -70,17 +72,20 @@ struct RowBlock {  // what the math warpgroups need to know of one row block
   int origin[kRows];  // position of column 0
 };
 
-struct alignas(1024) Shared {
+struct alignas(1024) Worker {
   unsigned char q[kQStages][kPairs * kHeadDim];
-  unsigned char k[kKStages][kStageKeys * kHeadDim];
+  unsigned char k[kKStages][kTileKeys * kHeadDim];
   alignas(16) float weights[kQStages][kPairs];
-  alignas(16) uint32_t neg_inf[2048];  // 8 KiB, the source of the bulk stores
   RowBlock block[kQStages];
   uint64_t q_full[kQStages], q_empty[kQStages], k_full[kKStages], k_empty[kKStages];
-  int warp_sums[kThreads / 32];
-  int start_block, start_cost;
+  int start_block, start_cost, cost;  // its piece
 };
 
+struct Shared {
+  Worker worker[kWorkers];
+  alignas(16) uint32_t neg_inf[2048];  // 8 KiB, the source of the bulk stores
+  int warp_sums[kThreads / 32];
+};
 static_assert(sizeof(Shared) + 1023 <= SHARED_BYTES, "config.py's shared_bytes");
 
 struct Arguments {
@@ -95,18 +100,25 @@ struct Arguments {
 
 // ---- windows and schedule ----
 
-struct Span {  // the stages of a row block
+struct Span {  // the tiles that the windows of a row block touch
   int first_key;
-  int stages;
+  int tiles;
 
-  __device__ __forceinline__ int cost() const { return stages > 0 ? stages + kEnterCost : 0; }
+  __device__ __forceinline__ int cost() const { return tiles > 0 ? tiles + kEnterCost : 0; }
 };
 
 __device__ __forceinline__ Span span_of(int lo, int hi) {
   if (hi <= lo) return {0, 0};
   // [M, N]: 128-byte lines of the result. Compressed: the first column of the rows that share the least ks.
   const int first = kCompressed ? lo : lo & ~31;
-  return {first, (hi - first + kStageKeys - 1) / kStageKeys};
+  return {first, (hi - first + kTileKeys - 1) / kTileKeys};
+}
+
+// End of a row's window. Compressed: positions past the result's last column are no part of it.
+__device__ __forceinline__ int window_end(const Arguments& a, int ks, int ke) {
+  const int end = min(ke, a.keys);
+  if constexpr (!kCompressed) return end;
+  return static_cast<int>(min(static_cast<long long>(end), static_cast<long long>(ks) + a.width));
 }
 
 __device__ __forceinline__ Span span_of_block(const Arguments& a, int block) {
@@ -115,17 +127,16 @@ __device__ __forceinline__ Span span_of_block(const Arguments& a, int block) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (first + r < a.rows) {
-      const int row_lo = max(__ldg(a.ks + first + r), 0), row_hi = min(__ldg(a.ke + first + r), a.keys);
+      const int ks = __ldg(a.ks + first + r), row_lo = max(ks, 0), row_hi = window_end(a, ks, __ldg(a.ke + first + r));
       if (row_hi > row_lo) lo = min(lo, row_lo), hi = max(hi, row_hi);
     }
   }
   return span_of(lo, hi);
 }
 
-// Cuts the work of all row blocks into gridDim.x pieces of equal cost: a stage is one unit, and entering a row block (its
-// q, weights and windows must arrive) is kEnterCost. Returns the cost of this CTA's piece and leaves where it begins in
-// shared memory. All threads call it.
-__device__ int find_piece(const Arguments& a, Shared& s) {
+// Cuts the work of all row blocks into pieces of equal cost, one a worker: a tile is one unit, and entering a row block
+// (its q, weights and windows must arrive) is kEnterCost. Leaves this CTA's pieces in shared memory. All threads call it.
+__device__ void find_pieces(const Arguments& a, Shared& s) {
   const int blocks = (a.rows + kRows - 1) / kRows;
   const int each = (blocks + kThreads - 1) / kThreads;
   const int first = threadIdx.x * each, last = min(first + each, blocks);
@@ -147,16 +158,20 @@ __device__ int find_piece(const Arguments& a, Shared& s) {
     if (w < warp) before += s.warp_sums[w];
     total += s.warp_sums[w];
   }
-  const int begin = static_cast<long long>(total) * blockIdx.x / gridDim.x;
-  const int end = static_cast<long long>(total) * (blockIdx.x + 1) / gridDim.x;
-  if (before <= begin && begin < before + mine) {
-    int block = first, skip = begin - before;
-    for (int cost; skip >= (cost = span_of_block(a, block).cost()); ++block) skip -= cost;
-    s.start_block = block;
-    s.start_cost = skip;
+#pragma unroll
+  for (int w = 0; w < kWorkers; ++w) {
+    const int piece = blockIdx.x * kWorkers + w, pieces = gridDim.x * kWorkers;
+    const int begin = static_cast<long long>(total) * piece / pieces;
+    const int end = static_cast<long long>(total) * (piece + 1) / pieces;
+    if (threadIdx.x == 0) s.worker[w].cost = end - begin;
+    if (before <= begin && begin < before + mine) {
+      int block = first, skip = begin - before;
+      for (int cost; skip >= (cost = span_of_block(a, block).cost()); ++block) skip -= cost;
+      s.worker[w].start_block = block;
+      s.worker[w].start_cost = skip;
+    }
   }
   __syncthreads();
-  return end - begin;
 }
 
 // ---- producer warp ----
@@ -172,7 +187,7 @@ struct Ahead {
     const bool real = lane < kRows && row < a.rows;
     ks = real ? __ldg(a.ks + row) : 0;
     lo = max(ks, 0);
-    hi = real ? min(__ldg(a.ke + row), a.keys) : 0;
+    hi = real ? window_end(a, ks, __ldg(a.ke + row)) : 0;
 #pragma unroll
     for (int i = 0; i < kPairs / 32; ++i) {
       const int pair = i * 32 + lane, w_row = block * kRows + pair / kHeads;
@@ -181,10 +196,9 @@ struct Ahead {
   }
 };
 
-__device__ void produce(const Arguments& a, Shared& s, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map,
-                        int remaining) {
+__device__ void produce(const Arguments& a, Worker& s, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map) {
   const int lane = threadIdx.x % 32;
-  int block = s.start_block, skip = s.start_cost, q_count = 0, k_stage = 0, k_parity = 1;
+  int block = s.start_block, skip = s.start_cost, remaining = s.cost, q_count = 0, k_stage = 0, k_parity = 1;
   Ahead next;
   if (remaining > 0) next.load(a, block);
   for (; remaining > 0; ++block, skip = 0) {
@@ -195,8 +209,8 @@ __device__ void produce(const Arguments& a, Shared& s, const ptx::TensorMap* q_m
     const int end = min(span.cost(), skip + remaining);
     remaining -= end - skip;
     if (remaining > 0) next.load(a, block + 1);
-    const int first_stage = max(skip - kEnterCost, 0), stages = max(end - kEnterCost, 0) - first_stage;
-    if (stages <= 0) continue;
+    const int first_tile = max(skip - kEnterCost, 0), tiles = max(end - kEnterCost, 0) - first_tile;
+    if (tiles <= 0) continue;
 
     const int q_stage = q_count % kQStages;
     ptx::barrier_wait(&s.q_empty[q_stage], (q_count / kQStages & 1) ^ 1);
@@ -205,11 +219,11 @@ __device__ void produce(const Arguments& a, Shared& s, const ptx::TensorMap* q_m
     RowBlock& info = s.block[q_stage];
     const int inner_lo = __reduce_max_sync(~0u, lane < kRows ? now.lo : 0);
     const int inner_hi = __reduce_min_sync(~0u, lane < kRows ? now.hi : 0x7FFFFFFF);
-    const int first_key = span.first_key + first_stage * kStageKeys;
+    const int first_key = span.first_key + first_tile * kTileKeys;
     if (lane == 0) {
       info.first_row = block * kRows;
       info.first_key = first_key;
-      info.stages = stages;
+      info.tiles = tiles;
       info.inner_lo = inner_lo;
       info.inner_hi = inner_hi;
     }
@@ -227,10 +241,10 @@ __device__ void produce(const Arguments& a, Shared& s, const ptx::TensorMap* q_m
       for (int r = 0; r < kRows; r += kRowsPerLoad) {
         ptx::load_5d(s.q[q_stage] + r * kHeads * kHeadDim, q_map, &s.q_full[q_stage], 0, 0, 0, block * kRows + r, 0);
       }
-      for (int i = 0; i < stages; ++i) {
+      for (int i = 0; i < tiles; ++i) {
         ptx::barrier_wait(&s.k_empty[k_stage], k_parity);
-        ptx::barrier_arrive_expect(&s.k_full[k_stage], kStageKeys * kHeadDim);
-        ptx::load_2d(s.k[k_stage], k_map, &s.k_full[k_stage], 0, first_key + i * kStageKeys);
+        ptx::barrier_arrive_expect(&s.k_full[k_stage], kTileKeys * kHeadDim);
+        ptx::load_2d(s.k[k_stage], k_map, &s.k_full[k_stage], 0, first_key + i * kTileKeys);
         if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
       }
     }
@@ -239,7 +253,7 @@ __device__ void produce(const Arguments& a, Shared& s, const ptx::TensorMap* q_m
   const int q_stage = q_count % kQStages;
   ptx::barrier_wait(&s.q_empty[q_stage], (q_count / kQStages & 1) ^ 1);
   if (lane == 0) {
-    s.block[q_stage].stages = 0;
+    s.block[q_stage].tiles = 0;
     ptx::barrier_arrive(&s.q_full[q_stage]);
   }
 }
@@ -262,16 +276,16 @@ __device__ __forceinline__ void fill_row(Out* row, int first, int last, const Sh
   }
 }
 
-__device__ void fill(const Arguments& a, const Shared& s, int warp, int warps) {
+__device__ void fill(const Arguments& a, const Shared& s, int warp) {
   const int lane = threadIdx.x % 32, blocks = (a.rows + kRows - 1) / kRows;
   const uint64_t policy = ptx::evict_first_policy();
-  for (int block = blockIdx.x + warp * gridDim.x; block < blocks; block += warps * gridDim.x) {
+  for (int block = blockIdx.x + warp * gridDim.x; block < blocks; block += kFillWarps * gridDim.x) {
     int lo = 0, hi = 0;
     const int row = block * kRows + lane;
     if (lane < kRows && row < a.rows) lo = max(__ldg(a.ks + row), 0), hi = min(__ldg(a.ke + row), a.keys);
     const bool some = hi > lo;
     const Span span = span_of(__reduce_min_sync(~0u, some ? lo : 0x7FFFFFFF), __reduce_max_sync(~0u, some ? hi : 0));
-    const int last = min(static_cast<long long>(span.first_key) + span.stages * kStageKeys, (long long)a.keys);
+    const int last = min(static_cast<long long>(span.first_key) + span.tiles * kTileKeys, static_cast<long long>(a.keys));
     for (int r = 0; r < kRows && block * kRows + r < a.rows; ++r) {
       Out* out = a.out + (block * kRows + r) * a.out_stride;
       fill_row(out, 0, span.first_key, s, policy, lane);
@@ -304,7 +318,7 @@ constexpr int kKeysPerLane = kLanesPerRow > 1 ? 1 : 2;
 struct Lane {
   int row;   // in the row block; and + 4, + 8, ... up to kRowsPerLane of them
   int half;  // which of the kLanesPerRow lanes of that row
-  int key;   // in the stage; and + 8, unless lanes of a row share the two
+  int key;   // in the tile; and + 8, unless lanes of a row share the two
 };
 
 // ReLU, weights, head sum of one tile: sums [row][key] of this lane, short of the key's scale.
@@ -335,8 +349,9 @@ __device__ __forceinline__ void sum_heads(const float (&d)[kPairs / 2], const fl
 
 // Scales and stores the sums of the tile whose first key for this lane is `key`. `out` is column 0 - origin of its row.
 __device__ __forceinline__ void store_tile(const Arguments& a, const RowBlock& info, Out* out, const Lane& my, int key,
-                                           int tile_key, const float (&sum)[kRowsPerLane][kKeysPerLane],
+                                           const float (&sum)[kRowsPerLane][kKeysPerLane],
                                            const float (&scale)[kKeysPerLane]) {
+  const int tile_key = key - my.key;
   const bool whole = tile_key >= info.inner_lo && tile_key + kTileKeys <= info.inner_hi;
 #pragma unroll
   for (int r = 0; r < kRowsPerLane; ++r) {
@@ -357,28 +372,27 @@ __device__ __forceinline__ void store_tile(const Arguments& a, const RowBlock& i
           write = write && inside;
         }
       }
-      if constexpr (kCompressed) write = write && static_cast<long long>(n) - info.origin[row] < a.width;
       if (write) target[n] = to_out(value);
     }
   }
 }
 
-__device__ void multiply(const Arguments& a, Shared& s) {
-  const int lane = threadIdx.x % 32, group = uniform(threadIdx.x / 128);
+__device__ void multiply(const Arguments& a, Worker& s) {
+  const int lane = threadIdx.x % 32;
   Lane my;
   my.row = lane % 4 / kLanesPerRow;
   my.half = lane % kLanesPerRow;
-  my.key = group * kTileKeys + threadIdx.x % 128 / 32 * 16 + lane / 4 + (kKeysPerLane == 1 ? lane % 2 * 8 : 0);
+  my.key = threadIdx.x % 128 / 32 * 16 + lane / 4 + (kKeysPerLane == 1 ? lane % 2 * 8 : 0);
 
-  const uint64_t k_tiles = ptx::matrix_descriptor<kHeadDim>(s.k[0] + group * kTileKeys * kHeadDim);
+  const uint64_t k_tiles = ptx::matrix_descriptor<kHeadDim>(s.k[0]);
   int k_stage = 0, k_parity = 0;
   bool k_ready = false;
   for (int q_count = 0;; ++q_count) {
     const int q_stage = q_count % kQStages;
     ptx::barrier_wait(&s.q_full[q_stage], q_count / kQStages & 1);
     const RowBlock& info = s.block[q_stage];
-    const int stages = uniform(info.stages);
-    if (stages == 0) return;
+    const int tiles = uniform(info.tiles);
+    if (tiles == 0) return;
 
     float w[kPairs / 4];  // of this lane's rows, in the order of its columns
 #pragma unroll
@@ -393,7 +407,7 @@ __device__ void multiply(const Arguments& a, Shared& s) {
     float sum[kRowsPerLane][kKeysPerLane], scale[kKeysPerLane];
     uint64_t* k_empty = nullptr;  // of the tile before
 
-    for (int i = 0; i < stages; ++i, key += kStageKeys) {
+    for (int i = 0; i < tiles; ++i, key += kTileKeys) {
       if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
 
       // ---- S [64 keys, 256 pairs] = K tile x Q^T ----
@@ -401,14 +415,14 @@ __device__ void multiply(const Arguments& a, Shared& s) {
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kHeadDim / 32; ++step) {  // 32 bytes further along the rows: 2 units of 16
-        ptx::wgmma_k32(d, k_tiles + k_stage * (kStageKeys * kHeadDim / 16) + 2 * step, q_tile + 2 * step, step != 0);
+        ptx::wgmma_k32(d, k_tiles + k_stage * (kTileKeys * kHeadDim / 16) + 2 * step, q_tile + 2 * step, step != 0);
       }
       ptx::wgmma_commit();
 
       // ---- in its shadow: the last tile's stores, this tile's scales, a look at the next stage ----
       if (i > 0) {
         if (lane == 0) ptx::barrier_arrive(k_empty);
-        store_tile(a, info, out, my, key - kStageKeys, key - kStageKeys - my.key + group * kTileKeys, sum, scale);
+        store_tile(a, info, out, my, key - kTileKeys, sum, scale);
       }
 #pragma unroll
       for (int e = 0; e < kKeysPerLane; ++e) {
@@ -422,7 +436,7 @@ __device__ void multiply(const Arguments& a, Shared& s) {
       sum_heads(d, w, my.half, sum);
     }
     if (lane == 0) ptx::barrier_arrive(k_empty);
-    store_tile(a, info, out, my, key - kStageKeys, key - kStageKeys - my.key + group * kTileKeys, sum, scale);
+    store_tile(a, info, out, my, key - kTileKeys, sum, scale);
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(&s.q_empty[q_stage]);
   }
@@ -440,13 +454,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     ptx::prefetch_map(&q_map);
     ptx::prefetch_map(&k_map);
-    for (int i = 0; i < kQStages; ++i) {
-      ptx::barrier_init(&s.q_full[i], 1);
-      ptx::barrier_init(&s.q_empty[i], kMathThreads / 32);
-    }
-    for (int i = 0; i < kKStages; ++i) {
-      ptx::barrier_init(&s.k_full[i], 1);
-      ptx::barrier_init(&s.k_empty[i], kMathThreads / 32);
+    for (Worker& worker : s.worker) {
+      for (int i = 0; i < kQStages; ++i) {
+        ptx::barrier_init(&worker.q_full[i], 1);
+        ptx::barrier_init(&worker.q_empty[i], 4);
+      }
+      for (int i = 0; i < kKStages; ++i) {
+        ptx::barrier_init(&worker.k_full[i], 1);
+        ptx::barrier_init(&worker.k_empty[i], 4);
+      }
     }
     ptx::barrier_init_fence();
   }
@@ -454,17 +470,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int i = threadIdx.x; i < 2048; i += kThreads) s.neg_inf[i] = kNegInfPair;
     ptx::fence_async_proxy();
   }
-  const int cost = find_piece(a, s);  // its barriers also publish what was written above
+  find_pieces(a, s);  // its barriers also publish what was written above
 
   if (warp >= kMathThreads / 32) {
     ptx::registers_release<kOtherRegisters>();
-    if (warp == kMathThreads / 32) {
-      produce(a, s, &q_map, &k_map, cost);
+    const int other = warp - kMathThreads / 32;
+    if (other < kWorkers) {
+      produce(a, s.worker[other], &q_map, &k_map);
     } else if constexpr (kClean) {
-      fill(a, s, warp - kMathThreads / 32 - 1, 3);
+      fill(a, s, other - kWorkers);
     }
   } else {
     ptx::registers_take<kMathRegisters>();
-    multiply(a, s);
+    multiply(a, s.worker[uniform(threadIdx.x / 128)]);
   }
 }

@@ -37,7 +37,7 @@ def _run(problem: Problem, config: BlockConfig, operands: Operands, out: torch.T
     rows, keys = problem.rows, problem.keys
     lo, hi = ks.clamp(min=0), ke.clamp(max=keys)  # an empty window has hi <= lo
     touched = _Touched(lo, hi, config.block_rows, config.block_keys, keys)
-    scores = torch.empty((config.block_rows * problem.heads, config.block_keys), device=q.device)
+    scores = torch.empty((config.block_rows * problem.heads, config.block_keys), dtype=torch.float32, device=q.device)
 
     for panel in range(0, keys, config.panel_keys):
         panel_stop = min(panel + config.panel_keys, keys)
