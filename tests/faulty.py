@@ -35,6 +35,7 @@ class FaultyBackend:
 def install(monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend) -> str:
     """Puts the backend into the registry for one test; returns its name."""
     monkeypatch.setitem(dispatch._BACKENDS, backend.name, backend)
+    dispatch._prepare.cache_clear()  # a test may install one after another
     return backend.name
 
 

@@ -170,9 +170,9 @@ def test_only_the_windows_count_without_clean():
 
 def test_the_last_of_many_rows_is_checked():
     peer = FakePeer(set_last_row(1e3))
-    [row] = sweep.run(plan_of("clean", backends=(), shapes=((601, 640),)), [peer], CPU)
+    [row] = sweep.run(plan_of("clean", backends=(), shapes=((602, 640),)), [peer], CPU)
     assert row.note.startswith("WRONG")
-    assert sweep.REFCHECK_ROWS < 601, "a sample, or the test shows nothing"
+    assert sweep.REFCHECK_ROWS < 602, "a sample, or the test shows nothing"
 
 
 def test_a_peer_that_cannot_is_not_called():
@@ -247,6 +247,11 @@ def test_summary_of_every_group():
 def test_equal_times_are_no_win():
     [summary] = [s for s in report.summarise([row_of("a", 3.0), row_of("b", 3.0)], ["a"]) if s.group == "all"]
     assert (summary.geomean, summary.wins) == (1.0, 0)
+
+
+def test_compressed_logits_are_a_group_of_their_own():
+    summaries = report.summarise([row_of("a", 3.0, form="compressed"), row_of("b", 6.0, form="compressed")], ["a"])
+    assert {summary.group for summary in summaries} == {"causal", "compressed", "all"}
 
 
 def test_two_backends_are_compared_once():
@@ -347,6 +352,12 @@ def test_files_hold_the_numbers(tmp_path):
     assert document["environment"] == FACTS
     assert document["ceilings"] == {"product": "float32", "product_tflops": 0.5, "copy_gbs": 20.0}
     assert [Summary(**summary) for summary in document["summary"]] == summaries
+
+
+def test_files_of_a_run_without_rows(tmp_path):
+    paths = report.write(tmp_path, "nothing\n", [], [], CEILINGS, FACTS)
+    assert paths[1].read_text().strip() == ""
+    assert json.loads(paths[2].read_text())["rows"] == []
 
 
 # Pictures

@@ -195,10 +195,9 @@ def test_about_half_the_squared_relative_error(error):
 
 
 def test_sums_are_float64():
-    # In float32 the small part would vanish beside the large one.
-    x = torch.tensor([[1e8, 1.0]])
-    y = torch.tensor([[1e8, 2.0]])
-    assert calc_diff(x, y) == pytest.approx(1 / (2e16 + 5), rel=0.1)
+    # In float32 the small part would vanish beside the large one, and so would the difference.
+    x, y = torch.tensor([[2.0**13, 1.0]]), torch.tensor([[2.0**13, 2.0]])
+    assert calc_diff(x, y) == pytest.approx(1 / (2**27 + 5), rel=1e-6, abs=0)
 
 
 def test_only_what_the_mask_selects_counts():

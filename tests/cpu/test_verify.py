@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -249,6 +250,28 @@ def test_all_values_one_percent_high(monkeypatch, form, dtype):
     assert "calc_diff" in outcome.detail
     if dtype is FP32:
         assert outcome.diff == pytest.approx(DIFF_OF_ONE_PERCENT, rel=1e-3)
+
+
+def test_values_are_compared_with_the_unquantised_inputs_too(monkeypatch):
+    def fault(problem, operands, out, run):
+        run(operands, out)
+        out *= 1.1
+
+    monkeypatch.setitem(verify.MAX_DIFF, FP32, 1.0)
+    outcome = run_one(monkeypatch, fault)
+    assert outcome.status == "fail"
+    assert re.fullmatch(r"calc_diff \d\.\d\de-03 to unquantised, allowed 1\.00e-03", outcome.detail)
+
+
+def test_what_quantisation_itself_costs_is_allowed(monkeypatch):
+    def fault(problem, operands, out, run):
+        run(operands, out)
+        out *= 1.02
+
+    monkeypatch.setattr(verify, "MAX_DIFF_UNQUANTISED", 1e-9)
+    monkeypatch.setitem(verify.MAX_DIFF, FP32, 1.0)
+    assert run_one(monkeypatch, honest).status == "pass"
+    assert "to unquantised" in run_one(monkeypatch, fault).detail
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])

@@ -1,6 +1,7 @@
 """Compiled code on disk, keyed by everything that went into it.
 
-``LIGHTNING_INDEXER_CACHE_DIR`` says where; default ``$XDG_CACHE_HOME/lightning-indexer`` or ``~/.cache/lightning-indexer``.
+``LIGHTNING_INDEXER_CACHE_DIR`` says where. Default: ``$XDG_CACHE_HOME/lightning-indexer``, or
+``~/.cache/lightning-indexer``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.cuda_sm90.config import THREADS, TILE_KEYS, KernelConfig, heuristic
+from lightning_indexer.backends.cuda_sm90.config import PAIRS, THREADS, TILE_KEYS, KernelConfig, heuristic
 from lightning_indexer.problem import Operands, Problem
 from lightning_indexer.toolchain import nvrtc
 
@@ -46,40 +46,41 @@ class Launch:
     """The kernel for one problem; called with the tensors, it runs on the current stream."""
 
     def __init__(self, problem: Problem, config: KernelConfig) -> None:
-        self.problem, self.config = problem, config
-        self.sizes = (problem.rows, problem.keys, problem.width)
+        self.config = config
+        self.rows, self.keys, self.width = problem.rows, problem.keys, problem.width
+        self.q_layout = (problem.rows, config.heads, config.head_dim)
+        self.loaded: dict[int, tuple[Any, Any]] = {}  # by device: the kernel, and the driver's launch
 
     def __call__(self, operands: Operands, out: torch.Tensor) -> None:
-        q, k, kv_scale, weights, ks, ke = operands
-        device = q.get_device()
+        device = out.get_device()
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(operands, out)
-        heads, head_dim = self.config.heads, self.config.head_dim
-        q_map = _q_map(q.data_ptr(), self.problem.rows, heads, head_dim, q.stride(0), q.stride(1), self.config.rows)
-        k_map = _k_map(k.data_ptr(), self.problem.keys, head_dim, k.stride(0))
-        parameters = _Parameters()
-        base = ctypes.addressof(parameters)
-        parameters.pointers[:] = (q_map[1], k_map[1], base + _Parameters.arguments.offset)
+        if device not in self.loaded:
+            self.loaded[device] = _load(self.config, device)
+        function, launch = self.loaded[device]
+        q, k, kv_scale, weights, ks, ke = operands
+        q_map = _q_map(q.data_ptr(), *self.q_layout, q.stride(0), q.stride(1))
+        k_map = _k_map(k.data_ptr(), self.keys, self.config.head_dim, k.stride(0))
+        # The driver copies what the pointers point to before it returns.
+        buffer = ctypes.create_string_buffer(_POINTERS.size + _ARGUMENTS.size)
+        base = ctypes.addressof(buffer)
+        _POINTERS.pack_into(buffer, 0, q_map.getPtr(), k_map.getPtr(), base + _POINTERS.size)
         _ARGUMENTS.pack_into(
-            parameters.arguments, 0,
+            buffer, _POINTERS.size,
             kv_scale.data_ptr(), weights.data_ptr(), ks.data_ptr(), ke.data_ptr(), out.data_ptr(),
-            weights.stride(0), out.stride(0), *self.sizes,
+            weights.stride(0), out.stride(0), self.rows, self.keys, self.width,
         )  # fmt: skip
-        function, launch, check = _function(self.config, device)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        check(launch(
+        _check(launch(
             function, self.config.ctas, 1, 1, THREADS, 1, 1, self.config.shared_bytes, stream, base, 0
         ))  # fmt: skip
         return None
 
 
+_POINTERS = struct.Struct("<3Q")
 # struct Arguments of kernel.cuh.
 _ARGUMENTS = struct.Struct("<5Q2q3i4x")
-
-
-class _Parameters(ctypes.Structure):
-    _fields_ = (("pointers", ctypes.c_void_p * 3), ("arguments", ctypes.c_ubyte * _ARGUMENTS.size))
 
 
 class DriverError(RuntimeError):
@@ -96,27 +97,26 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 
 @functools.cache
-def _function(config: KernelConfig, device: int) -> tuple[Any, Any, Any]:
-    """The loaded kernel on the device that is current, and the two functions that a launch calls."""
+def _load(config: KernelConfig, device: int) -> tuple[Any, Any]:
+    """The kernel on the device, which is the current one, and the driver's launch function."""
     from cuda.bindings import driver
 
     module = _check(driver.cuModuleLoadData(nvrtc.cubin(SOURCE, "sm_90a", config.macros())))
     function = _check(driver.cuModuleGetFunction(module, config.name.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _check(driver.cuFuncSetAttribute(function, attribute, config.shared_bytes))
-    return function, driver.cuLaunchKernel, _check
+    return function, driver.cuLaunchKernel
 
 
 # A tensor map is a pure function of address and layout, and engines reuse their buffers: the last ones are kept.
 @functools.lru_cache(maxsize=1024)
-def _q_map(
-    address: int, rows: int, heads: int, head_dim: int, stride_m: int, stride_h: int, rows_of_block: int
-) -> tuple[Any, int]:
+def _q_map(address: int, rows: int, heads: int, head_dim: int, stride_m: int, stride_h: int) -> Any:
     """q [M, H, D] so that one load lays (row, head) pairs in the order of kernel.cuh: pair 8j + 2t + b.
 
-    Dimensions, fastest first: channel; b, the even or odd head; lanes that share a row (two at H = 128, each with half of
-    the heads); row; j, the pair of heads.
+    Dimensions, fastest first: channel; b, the even or odd head; lanes that share a row (two at H = 128, each with
+    half of the heads); row; j, the pair of heads.
     """
+    rows_of_block = PAIRS // heads
     lanes = 4 // rows_of_block if rows_of_block < 4 else 1
     dims = (head_dim, 2, lanes, rows, heads // lanes // 2)
     strides = (stride_h, stride_h * (heads // lanes), stride_m, 2 * stride_h)
@@ -125,15 +125,13 @@ def _q_map(
 
 
 @functools.lru_cache(maxsize=1024)
-def _k_map(address: int, keys: int, head_dim: int, stride: int) -> tuple[Any, int]:
+def _k_map(address: int, keys: int, head_dim: int, stride: int) -> Any:
     """k [N, D], a tile of keys a load."""
     return _encode(address, (head_dim, keys), (stride,), (head_dim, TILE_KEYS))
 
 
-def _encode(
-    address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> tuple[Any, int]:  # fmt: skip
-    """A tensor map of bytes, rows of ``dims[0]`` bytes swizzled over their own length; and its address."""
+def _encode(address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
+    """A tensor map of bytes, rows of ``dims[0]`` bytes swizzled over their own length."""
     from cuda.bindings import driver
 
     swizzle = {
@@ -141,7 +139,7 @@ def _encode(
         64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
         32: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,
     }[dims[0]]
-    tensor_map = _check(driver.cuTensorMapEncodeTiled(
+    return _check(driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, len(dims), address,
         [driver.cuuint64_t(dim) for dim in dims], [driver.cuuint64_t(stride) for stride in strides],
         [driver.cuuint32_t(side) for side in box], [driver.cuuint32_t(1)] * len(dims),
@@ -149,4 +147,3 @@ def _encode(
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     ))  # fmt: skip
-    return tensor_map, tensor_map.getPtr()

@@ -47,6 +47,7 @@ constexpr int kEnterCost = ENTER_COST;                      // of entering a row
 constexpr int kMathThreads = 128 * kWorkers;
 constexpr int kThreads = kMathThreads + 128;
 constexpr int kFillWarps = 4 - kWorkers;
+constexpr int kScratch = 2048;
 constexpr int kMathRegisters = 224;
 constexpr int kOtherRegisters = 56;
 static_assert(2 * kMathRegisters + kOtherRegisters <= 3 * 168, "168 registers a thread at launch");
@@ -83,7 +84,10 @@ struct alignas(1024) Worker {
 
 struct Shared {
   Worker worker[kWorkers];
-  alignas(16) uint32_t neg_inf[2048];  // 8 KiB, the source of the bulk stores
+  union {
+    int cost[kScratch];                       // of row blocks, while the pieces are found
+    alignas(16) uint32_t neg_inf[kScratch];   // 8 KiB, the source of the bulk stores
+  };
   int warp_sums[kThreads / 32];
 };
 static_assert(sizeof(Shared) + 1023 <= SHARED_BYTES, "config.py's shared_bytes");
@@ -138,11 +142,21 @@ __device__ __forceinline__ Span span_of_block(const Arguments& a, int block) {
 // (its q, weights and windows must arrive) is kEnterCost. Leaves this CTA's pieces in shared memory. All threads call it.
 __device__ void find_pieces(const Arguments& a, Shared& s) {
   const int blocks = (a.rows + kRows - 1) / kRows;
-  const int each = (blocks + kThreads - 1) / kThreads;
-  const int first = threadIdx.x * each, last = min(first + each, blocks);
-  int mine = 0;
-  for (int block = first; block < last; ++block) mine += span_of_block(a, block).cost();
+  const int blocks_an_entry = (blocks + kScratch - 1) / kScratch;
+  const int entries = (blocks + blocks_an_entry - 1) / blocks_an_entry;
+  // Neighbouring threads read neighbouring rows; every window is read from global memory once.
+  for (int entry = threadIdx.x; entry < entries; entry += kThreads) {
+    int cost = 0;
+    const int last = min((entry + 1) * blocks_an_entry, blocks);
+    for (int block = entry * blocks_an_entry; block < last; ++block) cost += span_of_block(a, block).cost();
+    s.cost[entry] = cost;
+  }
+  __syncthreads();
 
+  const int each = (entries + kThreads - 1) / kThreads;
+  const int first = threadIdx.x * each, last = min(first + each, entries);
+  int mine = 0;
+  for (int entry = first; entry < last; ++entry) mine += s.cost[entry];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int inclusive = mine;
 #pragma unroll
@@ -165,8 +179,12 @@ __device__ void find_pieces(const Arguments& a, Shared& s) {
     const int end = static_cast<long long>(total) * (piece + 1) / pieces;
     if (threadIdx.x == 0) s.worker[w].cost = end - begin;
     if (before <= begin && begin < before + mine) {
-      int block = first, skip = begin - before;
-      for (int cost; skip >= (cost = span_of_block(a, block).cost()); ++block) skip -= cost;
+      int entry = first, skip = begin - before;
+      while (skip >= s.cost[entry]) skip -= s.cost[entry++];
+      int block = entry * blocks_an_entry;
+      if (blocks_an_entry > 1) {
+        for (int cost; skip >= (cost = span_of_block(a, block).cost()); ++block) skip -= cost;
+      }
       s.worker[w].start_block = block;
       s.worker[w].start_cost = skip;
     }
@@ -215,11 +233,25 @@ __device__ void produce(const Arguments& a, Worker& s, const ptx::TensorMap* q_m
     const int q_stage = q_count % kQStages;
     ptx::barrier_wait(&s.q_empty[q_stage], (q_count / kQStages & 1) ^ 1);
     ++q_count;
+    const int first_key = span.first_key + first_tile * kTileKeys;
+    const auto load_k = [&](int tile) {
+      ptx::barrier_wait(&s.k_empty[k_stage], k_parity);
+      ptx::barrier_arrive_expect(&s.k_full[k_stage], kTileKeys * kHeadDim);
+      ptx::load_2d(s.k[k_stage], k_map, &s.k_full[k_stage], 0, first_key + tile * kTileKeys);
+      if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
+    };
+    if (lane == 0) {  // the loads start before the weights, which may still be on their way, are written
+      ptx::barrier_arrive_expect(&s.q_full[q_stage], kPairs * kHeadDim);
+#pragma unroll
+      for (int r = 0; r < kRows; r += kRowsPerLoad) {
+        ptx::load_5d(s.q[q_stage] + r * kHeads * kHeadDim, q_map, &s.q_full[q_stage], 0, 0, 0, block * kRows + r, 0);
+      }
+      load_k(0);
+    }
     // A row past M has the empty window [0, 0): no tile of its block is whole, and it stores nothing.
     RowBlock& info = s.block[q_stage];
     const int inner_lo = __reduce_max_sync(~0u, lane < kRows ? now.lo : 0);
     const int inner_hi = __reduce_min_sync(~0u, lane < kRows ? now.hi : 0x7FFFFFFF);
-    const int first_key = span.first_key + first_tile * kTileKeys;
     if (lane == 0) {
       info.first_row = block * kRows;
       info.first_key = first_key;
@@ -236,17 +268,8 @@ __device__ void produce(const Arguments& a, Worker& s, const ptx::TensorMap* q_m
     for (int i = 0; i < kPairs / 32; ++i) s.weights[q_stage][i * 32 + lane] = now.weights[i];
     __syncwarp();
     if (lane == 0) {
-      ptx::barrier_arrive_expect(&s.q_full[q_stage], kPairs * kHeadDim);
-#pragma unroll
-      for (int r = 0; r < kRows; r += kRowsPerLoad) {
-        ptx::load_5d(s.q[q_stage] + r * kHeads * kHeadDim, q_map, &s.q_full[q_stage], 0, 0, 0, block * kRows + r, 0);
-      }
-      for (int i = 0; i < tiles; ++i) {
-        ptx::barrier_wait(&s.k_empty[k_stage], k_parity);
-        ptx::barrier_arrive_expect(&s.k_full[k_stage], kTileKeys * kHeadDim);
-        ptx::load_2d(s.k[k_stage], k_map, &s.k_full[k_stage], 0, first_key + i * kTileKeys);
-        if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
-      }
+      ptx::barrier_arrive(&s.q_full[q_stage]);
+      for (int tile = 1; tile < tiles; ++tile) load_k(tile);
     }
     __syncwarp();
   }
@@ -255,7 +278,22 @@ __device__ void produce(const Arguments& a, Worker& s, const ptx::TensorMap* q_m
   if (lane == 0) {
     s.block[q_stage].tiles = 0;
     ptx::barrier_arrive(&s.q_full[q_stage]);
+    ptx::barrier_arrive(&s.q_full[q_stage]);
   }
+}
+
+// Small problems are all latency: while the windows are scanned, the CTAs bring the first megabytes of q, weights and keys
+// into the L2 together, whoever will need them. One warp calls it.
+__device__ void warm_l2(const Arguments& a, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map) {
+  const int lane = threadIdx.x % 32;
+  const int block = blockIdx.x + gridDim.x * (lane / 4), tile = blockIdx.x + gridDim.x * lane;
+  if (lane % 4 == 0 && lane < 16 && block * kRows < a.rows) {
+#pragma unroll
+    for (int r = 0; r < kRows; r += kRowsPerLoad) ptx::prefetch_5d(q_map, 0, 0, 0, block * kRows + r, 0);
+  }
+  if (lane < 4 && tile * kTileKeys < a.keys) ptx::prefetch_2d(k_map, 0, tile * kTileKeys);
+  const int row = (blockIdx.x + gridDim.x * (lane / 8)) * kRows + lane % 8 * kRows / 8;
+  if (row < a.rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.weights + row * a.w_stride + lane % 8 * 32 % kHeads));
 }
 
 // ---- fill warps ----
@@ -276,8 +314,11 @@ __device__ __forceinline__ void fill_row(Out* row, int first, int last, const Sh
   }
 }
 
-__device__ void fill(const Arguments& a, const Shared& s, int warp) {
+__device__ void fill(const Arguments& a, Shared& s, int warp) {
   const int lane = threadIdx.x % 32, blocks = (a.rows + kRows - 1) / kRows;
+  for (int i = warp * 32 + lane; i < kScratch; i += 32 * kFillWarps) s.neg_inf[i] = kNegInfPair;
+  ptx::fence_async_proxy();
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * kFillWarps) : "memory");
   const uint64_t policy = ptx::evict_first_policy();
   for (int block = blockIdx.x + warp * gridDim.x; block < blocks; block += kFillWarps * gridDim.x) {
     int lo = 0, hi = 0;
@@ -313,6 +354,7 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, valu
 
 constexpr int kJPerRow = kPairs / 8 / kRowsPerLane;  // pairs of heads that a lane sums for one row
 constexpr int kKeysPerLane = kLanesPerRow > 1 ? 1 : 2;
+constexpr int kParts = kRowsPerLane == 1 ? 4 : 2;
 
 // What a lane knows of its place in a tile.
 struct Lane {
@@ -326,18 +368,18 @@ __device__ __forceinline__ void sum_heads(const float (&d)[kPairs / 2], const fl
                                           float (&sum)[kRowsPerLane][kKeysPerLane]) {
 #pragma unroll
   for (int r = 0; r < kRowsPerLane; ++r) {
-    float part[2][4] = {};  // by key; four independent sums cover the latency of an FMA
+    float part[2][kParts] = {};  // by key; at least four independent sums cover the latency of an FMA
 #pragma unroll
     for (int jj = 0; jj < kJPerRow; ++jj) {
       const int j = r * kJPerRow + jj;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float& p = part[e / 2][jj % 2 * 2 + e % 2];
+        float& p = part[e / 2][(jj * 2 + e) % kParts];
         p = fmaf(__saturatef(d[4 * j + e] * 0x1p-25f), w[2 * j + e % 2], p);
       }
     }
-    const float sum0 = (part[0][0] + part[0][1]) + (part[0][2] + part[0][3]);
-    const float sum1 = (part[1][0] + part[1][1]) + (part[1][2] + part[1][3]);
+    float sum0 = part[0][0] + part[0][1], sum1 = part[1][0] + part[1][1];
+    if constexpr (kParts == 4) sum0 += part[0][2] + part[0][3], sum1 += part[1][2] + part[1][3];
     if constexpr (kLanesPerRow == 1) {
       sum[r][0] = sum0, sum[r][1] = sum1;
     } else {  // the other heads are one lane away (and two more): each lane keeps one key
@@ -456,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::prefetch_map(&k_map);
     for (Worker& worker : s.worker) {
       for (int i = 0; i < kQStages; ++i) {
-        ptx::barrier_init(&worker.q_full[i], 1);
+        ptx::barrier_init(&worker.q_full[i], 2);  // the loads, the rest
         ptx::barrier_init(&worker.q_empty[i], 4);
       }
       for (int i = 0; i < kKStages; ++i) {
@@ -466,11 +508,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::barrier_init_fence();
   }
-  if constexpr (kClean) {
-    for (int i = threadIdx.x; i < 2048; i += kThreads) s.neg_inf[i] = kNegInfPair;
-    ptx::fence_async_proxy();
-  }
-  find_pieces(a, s);  // its barriers also publish what was written above
+  if (warp == kThreads / 32 - 1) warm_l2(a, &q_map, &k_map);
+  find_pieces(a, s);  // its barriers also publish the barriers
 
   if (warp >= kMathThreads / 32) {
     ptx::registers_release<kOtherRegisters>();

@@ -89,6 +89,18 @@ __device__ __forceinline__ void load_5d(void* target, const TensorMap* map, uint
       : "memory");
 }
 
+// The same tiles into the L2 only.
+__device__ __forceinline__ void prefetch_2d(const TensorMap* map, int x0, int x1) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x0), "r"(x1)
+               : "memory");
+}
+
+__device__ __forceinline__ void prefetch_5d(const TensorMap* map, int x0, int x1, int x2, int x3, int x4) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(x0),
+               "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+               : "memory");
+}
+
 // Ordinary stores to shared memory become visible to the copy engine and to WGMMA.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
