@@ -66,10 +66,11 @@ class Launch:
         buffer = ctypes.create_string_buffer(_POINTERS.size + _ARGUMENTS.size)
         base = ctypes.addressof(buffer)
         _POINTERS.pack_into(buffer, 0, q_map.getPtr(), k_map.getPtr(), base + _POINTERS.size)
+        ks_address, ke_address = ks.data_ptr(), ke.data_ptr()
         _ARGUMENTS.pack_into(
             buffer, _POINTERS.size,
-            kv_scale.data_ptr(), weights.data_ptr(), ks.data_ptr(), ke.data_ptr(), out.data_ptr(),
-            weights.stride(0), out.stride(0), self.rows, self.keys, self.width,
+            kv_scale.data_ptr(), weights.data_ptr(), ks_address, ke_address, out.data_ptr(),
+            weights.stride(0), out.stride(0), self.rows, self.keys, self.width, not (ks_address | ke_address) & 15,
         )  # fmt: skip
         stream = torch._C._cuda_getCurrentRawStream(device)
         _check(launch(
@@ -80,7 +81,7 @@ class Launch:
 
 _POINTERS = struct.Struct("<3Q")
 # struct Arguments of kernel.cuh.
-_ARGUMENTS = struct.Struct("<5Q2q3i4x")
+_ARGUMENTS = struct.Struct("<5Q2q4i")
 
 
 class DriverError(RuntimeError):

@@ -100,6 +100,7 @@ struct Arguments {
   Out* out;
   long long w_stride, out_stride;
   int rows, keys, width;
+  int windows_aligned;  // ks and ke start on 16 bytes
 };
 
 // ---- windows and schedule ----
@@ -127,12 +128,22 @@ __device__ __forceinline__ int window_end(const Arguments& a, int ks, int ke) {
 
 __device__ __forceinline__ Span span_of_block(const Arguments& a, int block) {
   int lo = 0x7FFFFFFF, hi = 0;
+  const auto add = [&](int ks, int ke) {
+    const int row_lo = max(ks, 0), row_hi = window_end(a, ks, ke);
+    if (row_hi > row_lo) lo = min(lo, row_lo), hi = max(hi, row_hi);
+  };
   const int first = block * kRows;
+  if (kRows % 4 == 0 && a.windows_aligned && first + kRows <= a.rows) {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    if (first + r < a.rows) {
-      const int ks = __ldg(a.ks + first + r), row_lo = max(ks, 0), row_hi = window_end(a, ks, __ldg(a.ke + first + r));
-      if (row_hi > row_lo) lo = min(lo, row_lo), hi = max(hi, row_hi);
+    for (int r = 0; r < kRows; r += 4) {
+      const int4 ks = __ldg(reinterpret_cast<const int4*>(a.ks + first + r));
+      const int4 ke = __ldg(reinterpret_cast<const int4*>(a.ke + first + r));
+      add(ks.x, ke.x), add(ks.y, ke.y), add(ks.z, ke.z), add(ks.w, ke.w);
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (first + r < a.rows) add(__ldg(a.ks + first + r), __ldg(a.ke + first + r));
     }
   }
   return span_of(lo, hi);
@@ -145,11 +156,16 @@ __device__ void find_pieces(const Arguments& a, Shared& s) {
   const int blocks_an_entry = (blocks + kScratch - 1) / kScratch;
   const int entries = (blocks + blocks_an_entry - 1) / blocks_an_entry;
   // Neighbouring threads read neighbouring rows; every window is read from global memory once.
-  for (int entry = threadIdx.x; entry < entries; entry += kThreads) {
-    int cost = 0;
-    const int last = min((entry + 1) * blocks_an_entry, blocks);
-    for (int block = entry * blocks_an_entry; block < last; ++block) cost += span_of_block(a, block).cost();
-    s.cost[entry] = cost;
+  if (blocks_an_entry == 1) {
+#pragma unroll(kRows <= 8 ? 4 : 1)
+    for (int block = threadIdx.x; block < blocks; block += kThreads) s.cost[block] = span_of_block(a, block).cost();
+  } else {
+    for (int entry = threadIdx.x; entry < entries; entry += kThreads) {
+      int cost = 0;
+      const int last = min((entry + 1) * blocks_an_entry, blocks);
+      for (int block = entry * blocks_an_entry; block < last; ++block) cost += span_of_block(a, block).cost();
+      s.cost[entry] = cost;
+    }
   }
   __syncthreads();
 
@@ -355,6 +371,7 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, valu
 constexpr int kJPerRow = kPairs / 8 / kRowsPerLane;  // pairs of heads that a lane sums for one row
 constexpr int kKeysPerLane = kLanesPerRow > 1 ? 1 : 2;
 constexpr int kParts = kRowsPerLane == 1 ? 4 : 2;
+constexpr bool kStoreLater = kRowsPerLane <= 2;  // with more sums than that, registers do not reach
 
 // What a lane knows of its place in a tile.
 struct Lane {
@@ -399,7 +416,7 @@ __device__ __forceinline__ void store_tile(const Arguments& a, const RowBlock& i
   for (int r = 0; r < kRowsPerLane; ++r) {
     const int row = my.row + 4 * r;
     Out* target = out + 4 * r * a.out_stride;
-    if constexpr (kCompressed && kRowsPerLane > 1) target += info.origin[my.row] - info.origin[row];
+    if constexpr (kCompressed && kRowsPerLane > 1) target += static_cast<long long>(info.origin[my.row]) - info.origin[row];
 #pragma unroll
     for (int e = 0; e < kKeysPerLane; ++e) {
       const int n = key + 8 * e;
@@ -464,7 +481,7 @@ __device__ void multiply(const Arguments& a, Worker& s) {
       // ---- in its shadow: the last tile's stores, this tile's scales, a look at the next stage ----
       if (i > 0) {
         if (lane == 0) ptx::barrier_arrive(k_empty);
-        store_tile(a, info, out, my, key - kTileKeys, sum, scale);
+        if constexpr (kStoreLater) store_tile(a, info, out, my, key - kTileKeys, sum, scale);
       }
 #pragma unroll
       for (int e = 0; e < kKeysPerLane; ++e) {
@@ -476,9 +493,10 @@ __device__ void multiply(const Arguments& a, Worker& s) {
 
       ptx::wgmma_wait<0>();
       sum_heads(d, w, my.half, sum);
+      if constexpr (!kStoreLater) store_tile(a, info, out, my, key, sum, scale);
     }
     if (lane == 0) ptx::barrier_arrive(k_empty);
-    store_tile(a, info, out, my, key - kTileKeys, sum, scale);
+    if constexpr (kStoreLater) store_tile(a, info, out, my, key - kTileKeys, sum, scale);
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(&s.q_empty[q_stage]);
   }

@@ -33,6 +33,12 @@ class TorchBlocked:
 
 @torch.no_grad()
 def _run(problem: Problem, config: BlockConfig, operands: Operands, out: torch.Tensor) -> None:
+    # Under the caller's autocast the products would be bfloat16.
+    with torch.autocast(out.device.type, enabled=False):
+        _run_blocks(problem, config, operands, out)
+
+
+def _run_blocks(problem: Problem, config: BlockConfig, operands: Operands, out: torch.Tensor) -> None:
     q, k, kv_scale, weights, ks, ke = operands
     rows, keys = problem.rows, problem.keys
     lo, hi = ks.clamp(min=0), ke.clamp(max=keys)  # an empty window has hi <= lo
