@@ -11,6 +11,7 @@ import torch
 from lightning_indexer import Problem, arch_of, dispatch, fp8_mqa_logits, reference_logits
 from lightning_indexer.bench import verify
 from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.bench.guarded import GuardedOutput
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +48,7 @@ def _assert_equals_reference(logits: torch.Tensor, q, kv, weights, ks, ke) -> No
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_sweep(backend, device):
+    _gate(backend, Problem(64, 384, 64, 128), device)
     outcomes = list(verify.run(verify.sweep(full=False), [backend], device))
     assert [str(o.case) + ": " + o.detail for o in outcomes if o.status == "fail"] == []
     assert sum(o.status == "pass" for o in outcomes) > 400
@@ -101,6 +103,24 @@ def test_results_past_2_to_31_elements(backend, device):
     logits = fp8_mqa_logits(q, kv, weights, ks, ke, backend=backend)
     for rows in (slice(0, 4), slice(8190, 8192)):
         _assert_equals_reference(logits[rows], q[rows], kv, weights[rows], ks[rows], ke[rows])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_extreme_starts_of_compressed_logits(backend, device):
+    """A row at INT32_MIN beside ordinary ones: column offsets between rows of a block pass 32 bits."""
+    shape = (16, 512, 32, 128)
+    _gate(backend, Problem(*shape, clean_logits=False, max_seqlen_k=512), device)
+    q, kv, weights, ks, ke = _call(shape, device)
+    ks[3], ks[7], ke[7], ks[9], ke[11] = -(2**31), 17, 2**31 - 1, 2**31 - 1, -(2**31)
+    output = GuardedOutput(16, 512, torch.float32, device)
+    fp8_mqa_logits(
+        q, kv, weights, ks, ke, clean_logits=False, max_seqlen_k=512, out=output.view, backend=backend
+    )  # fmt: skip
+    assert output.intact()
+    expected = reference_logits(q, *kv, weights, ks, ke)
+    inside = verify.compress(torch.isfinite(expected), ks, 512)
+    expected = verify.compress(expected.masked_fill(~torch.isfinite(expected), 0.0), ks, 512)
+    assert verify.calc_diff(output.view, expected, inside) < verify.MAX_DIFF[torch.float32]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -26,8 +26,12 @@ class Compiled:
 
 def missing() -> str | None:
     """None, or which package is missing with the command that installs it."""
-    for module, package in (("cuda", "cuda-core"), ("cuda.core", "cuda-core"), ("cuda.bindings", "cuda-bindings")):
-        if importlib.util.find_spec(module) is None:
+    for module, package in (("cuda.core", "cuda-core"), ("cuda.bindings", "cuda-bindings")):
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # there is no package `cuda` at all
+            found = False
+        if not found:
             return f"{package} is not installed: pip install 'lightning-indexer[cuda]'"
     return None
 
@@ -60,7 +64,7 @@ def build(source: Path, arch: str, macros: Mapping[str, str | int]) -> Compiled:
         arch=arch,
         std="c++17",
         include_path=[str(source.parent)],
-        define_macro=[(name, str(value)) for name, value in macros.items()],
+        define_macro=[(name, str(value)) for name, value in macros.items()] or None,
         ptxas_options=["-v"],
     )
     log = io.StringIO()
