@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+CXX_FILES = $(wildcard src/lightning_indexer/backends/*/*.cuh src/lightning_indexer/backends/*/*.hip)
 
 .PHONY: demo test lint format install clean
 .DEFAULT_GOAL := help
@@ -9,8 +10,8 @@ BIN    := $(VENV)/bin
 help:
 	@echo "make demo    score a batch of requests, find planted keys, write demo.png (under a minute on two cores)"
 	@echo "make test    run every test that needs no GPU"
-	@echo "make lint    ruff and mypy"
-	@echo "make format  ruff, in place"
+	@echo "make lint    ruff, mypy and clang-format"
+	@echo "make format  ruff and clang-format, in place"
 	@echo "make install only make $(VENV)"
 
 install: $(VENV)/.installed
@@ -31,10 +32,12 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.png

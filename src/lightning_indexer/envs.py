@@ -31,10 +31,10 @@ def _read(name: bytes) -> str | None:
     return value.decode() if value else None
 
 
-def cache_dir() -> Path | None:
-    """Where compiled kernels go, or None for the default."""
-    value = os.environ.get("LIGHTNING_INDEXER_CACHE_DIR")
-    return Path(value).expanduser() if value else None
+def cache_dir() -> Path:
+    """Where compiled kernels are kept."""
+    value = _read(b"LIGHTNING_INDEXER_CACHE_DIR")
+    return Path(value or _read(b"XDG_CACHE_HOME") or "~/.cache").expanduser() / ("" if value else "lightning-indexer")
 
 
 def triton_interprets() -> bool:

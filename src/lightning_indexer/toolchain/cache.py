@@ -15,11 +15,6 @@ from pathlib import Path
 from lightning_indexer import envs
 
 
-def folder() -> Path:
-    """Where compiled code is kept; made by the first write."""
-    return envs.cache_dir() or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lightning-indexer"
-
-
 def get_or_build(parts: tuple[str | bytes, ...], suffix: str, build: Callable[[], bytes]) -> bytes:
     """The stored bytes of ``parts``, else ``build()``, stored for the next process.
 
@@ -29,7 +24,7 @@ def get_or_build(parts: tuple[str | bytes, ...], suffix: str, build: Callable[[]
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "little") + data)
-    path = folder() / f"{digest.hexdigest()[:40]}{suffix}"
+    path = envs.cache_dir() / f"{digest.hexdigest()[:40]}{suffix}"
     try:
         return path.read_bytes()
     except OSError:

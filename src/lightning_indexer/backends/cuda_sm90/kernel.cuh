@@ -2,216 +2,31 @@
 //
 //   logits[m, n] = kv_scale[n] * sum_h w[m, h] * relu(q[m, h, :] . k[n, :])   inside row m's window, -inf elsewhere
 //
-// One CTA a multiprocessor, 384 threads: two math warpgroups, one producer warp, three fill warps.
+// One CTA a multiprocessor, 384 threads: two workers, each a producer warp and a math warpgroup with its own queue of q
+// and key tiles, and two fill warps. plan.cuh has the constants and the shared memory, schedule.cuh the division of the
+// work.
 //
-// Tile. A math warpgroup multiplies 64 keys by 256 (row, head) pairs: m64n256k32, D/32 of them. The pairs are laid out so
-// that column 8j + 2t + b of the product belongs to row t (and t + 4, ...) of the row block. In WGMMA's result layout lane
-// t of a quad holds exactly those columns: every lane sums all heads of its own rows, and no value crosses a lane. Eight
-// lanes of equal t hold eight neighbouring keys of one row: each store fills whole 32-byte sectors.
+// Tile. A math warpgroup multiplies 64 keys by 256 (row, head) pairs: m64n256k32, D/32 of them. The pairs are laid out
+// so that column 8j + 2t + b of the product belongs to row t (and t + 4, ...) of the row block. In WGMMA's result
+// layout lane t of a quad holds exactly those columns: every lane sums all heads of its own rows, and no value crosses
+// a lane (one does at H = 128). Eight lanes of equal t hold eight neighbouring keys of one row: each store fills whole
+// 32-byte sectors.
 //
-// ReLU. |score| <= 448 * 448 * 128 < 2^25, so saturate(score * 2^-25) is relu(score) * 2^-25 exactly, one FMUL.SAT on the
-// full-rate FMA pipe instead of FMNMX on the half-rate ALU pipe; kv_scale takes the 2^25 back.
+// ReLU. |score| <= 448 * 448 * 128 < 2^25, so saturate(score * 2^-25) is relu(score) * 2^-25 exactly, one FMUL.SAT on
+// the full-rate FMA pipe instead of FMNMX on the half-rate ALU pipe; kv_scale takes the 2^25 back.
 //
-// Overlap. Two warpgroups and one tensor pipe: while one runs its epilogue (about 320 issue slots a tile) the other's
-// product (about 610 cycles) occupies the tensor cores.
+// Overlap. Two workers share the tensor cores: while one sums heads, the other's product runs. A tile is scaled and
+// stored after the next product is issued, so that between two products of a worker there is little besides the sums.
 //
-// Schedule. The windows of a row block span a number of stages (128 keys); the stages of all row blocks in a row are cut
-// into gridDim.x equal pieces, each CTA finding its piece by a scan over the windows. Every CTA does the same work to
-// within one stage, whatever the windows are and however few the rows.
-//
-// -inf. What lies outside the stages of a row block is filled by three warps with bulk stores, beside the product.
-//
-// Compile-time: HEADS, HEAD_DIM, CLEAN, COMPRESSED, OUT_BF16, KERNEL_NAME.
-#include "ptx.cuh"
+// -inf. What lies outside the tiles of a row block is filled by the fill warps with bulk stores, beside the product.
+#include "schedule.cuh"
 
 namespace {
 
-// ---- configuration and shared-memory plan ----
-
-constexpr int kHeads = HEADS;
-constexpr int kHeadDim = HEAD_DIM;
-constexpr bool kClean = CLEAN;
-constexpr bool kCompressed = COMPRESSED;
-
-constexpr int kPairs = 256;                                 // (row, head) pairs of a tile
-constexpr int kRows = kPairs / kHeads;                      // query rows of a row block
-constexpr int kLanesPerRow = kRows < 4 ? 4 / kRows : 1;     // lanes of a quad that share a row (H = 128)
-constexpr int kRowsPerLane = kRows > 4 ? kRows / 4 : 1;     // rows that a lane sums
-constexpr int kRowsPerLoad = kRows < 4 ? kRows : 4;
-constexpr int kTileKeys = 64;
-constexpr int kWorkers = 2;                                 // each a producer warp and a math warpgroup
-constexpr int kKStages = KSTAGES;                           // tiles of keys, per worker
-constexpr int kQStages = QSTAGES;                           // row blocks, per worker
-constexpr int kEnterCost = ENTER_COST;                      // of entering a row block, in tiles
-
-constexpr int kMathThreads = 128 * kWorkers;
-constexpr int kThreads = kMathThreads + 128;
-constexpr int kFillWarps = 4 - kWorkers;
-constexpr int kScratch = 2048;
-constexpr int kMathRegisters = 224;
-constexpr int kOtherRegisters = 56;
-static_assert(2 * kMathRegisters + kOtherRegisters <= 3 * 168, "168 registers a thread at launch");
-static_assert(kHeads == 8 || kHeads == 16 || kHeads == 32 || kHeads == 64 || kHeads == 128, "H");
-static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128, "D, one swizzle span");
-
-#if OUT_BF16
-using Out = unsigned short;
-constexpr uint32_t kNegInfPair = 0xFF80FF80u;
-#else
-using Out = float;
-constexpr uint32_t kNegInfPair = 0xFF800000u;
-#endif
-
-struct RowBlock {  // what a math warpgroup needs to know of one row block
-  int first_row;
-  int first_key;
-  int tiles;       // 0 ends the worker's piece
-  int inner_lo;    // every row's window holds [inner_lo, inner_hi): no masks there
-  int inner_hi;
-  int lo[kRows];
-  int hi[kRows];
-  int origin[kRows];  // position of column 0
-};
-
-struct alignas(1024) Worker {
-  unsigned char q[kQStages][kPairs * kHeadDim];
-  unsigned char k[kKStages][kTileKeys * kHeadDim];
-  alignas(16) float weights[kQStages][kPairs];
-  RowBlock block[kQStages];
-  uint64_t q_full[kQStages], q_empty[kQStages], k_full[kKStages], k_empty[kKStages];
-  int start_block, start_cost, cost;  // its piece
-};
-
-struct Shared {
-  Worker worker[kWorkers];
-  union {
-    int cost[kScratch];                       // of row blocks, while the pieces are found
-    alignas(16) uint32_t neg_inf[kScratch];   // 8 KiB, the source of the bulk stores
-  };
-  int warp_sums[kThreads / 32];
-};
-static_assert(sizeof(Shared) + 1023 <= SHARED_BYTES, "config.py's shared_bytes");
-
-struct Arguments {
-  const float* kv_scale;
-  const float* weights;
-  const int* ks;
-  const int* ke;
-  Out* out;
-  long long w_stride, out_stride;
-  int rows, keys, width;
-  int windows_aligned;  // ks and ke start on 16 bytes
-};
-
-// ---- windows and schedule ----
-
-struct Span {  // the tiles that the windows of a row block touch
-  int first_key;
-  int tiles;
-
-  __device__ __forceinline__ int cost() const { return tiles > 0 ? tiles + kEnterCost : 0; }
-};
-
-__device__ __forceinline__ Span span_of(int lo, int hi) {
-  if (hi <= lo) return {0, 0};
-  // [M, N]: 128-byte lines of the result. Compressed: the first column of the rows that share the least ks.
-  const int first = kCompressed ? lo : lo & ~31;
-  return {first, (hi - first + kTileKeys - 1) / kTileKeys};
-}
-
-// End of a row's window. Compressed: positions past the result's last column are no part of it.
-__device__ __forceinline__ int window_end(const Arguments& a, int ks, int ke) {
-  const int end = min(ke, a.keys);
-  if constexpr (!kCompressed) return end;
-  return static_cast<int>(min(static_cast<long long>(end), static_cast<long long>(ks) + a.width));
-}
-
-__device__ __forceinline__ Span span_of_block(const Arguments& a, int block) {
-  int lo = 0x7FFFFFFF, hi = 0;
-  const auto add = [&](int ks, int ke) {
-    const int row_lo = max(ks, 0), row_hi = window_end(a, ks, ke);
-    if (row_hi > row_lo) lo = min(lo, row_lo), hi = max(hi, row_hi);
-  };
-  const int first = block * kRows;
-  if (kRows % 4 == 0 && a.windows_aligned && first + kRows <= a.rows) {
-#pragma unroll
-    for (int r = 0; r < kRows; r += 4) {
-      const int4 ks = __ldg(reinterpret_cast<const int4*>(a.ks + first + r));
-      const int4 ke = __ldg(reinterpret_cast<const int4*>(a.ke + first + r));
-      add(ks.x, ke.x), add(ks.y, ke.y), add(ks.z, ke.z), add(ks.w, ke.w);
-    }
-  } else {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (first + r < a.rows) add(__ldg(a.ks + first + r), __ldg(a.ke + first + r));
-    }
-  }
-  return span_of(lo, hi);
-}
-
-// Cuts the work of all row blocks into pieces of equal cost, one a worker: a tile is one unit, and entering a row block
-// (its q, weights and windows must arrive) is kEnterCost. Leaves this CTA's pieces in shared memory. All threads call it.
-__device__ void find_pieces(const Arguments& a, Shared& s) {
-  const int blocks = (a.rows + kRows - 1) / kRows;
-  const int blocks_an_entry = (blocks + kScratch - 1) / kScratch;
-  const int entries = (blocks + blocks_an_entry - 1) / blocks_an_entry;
-  // Neighbouring threads read neighbouring rows; every window is read from global memory once.
-  if (blocks_an_entry == 1) {
-#pragma unroll(kRows <= 8 ? 4 : 1)
-    for (int block = threadIdx.x; block < blocks; block += kThreads) s.cost[block] = span_of_block(a, block).cost();
-  } else {
-    for (int entry = threadIdx.x; entry < entries; entry += kThreads) {
-      int cost = 0;
-      const int last = min((entry + 1) * blocks_an_entry, blocks);
-      for (int block = entry * blocks_an_entry; block < last; ++block) cost += span_of_block(a, block).cost();
-      s.cost[entry] = cost;
-    }
-  }
-  __syncthreads();
-
-  const int each = (entries + kThreads - 1) / kThreads;
-  const int first = threadIdx.x * each, last = min(first + each, entries);
-  int mine = 0;
-  for (int entry = first; entry < last; ++entry) mine += s.cost[entry];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int inclusive = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, inclusive, step);
-    if (lane >= step) inclusive += other;
-  }
-  if (lane == 31) s.warp_sums[warp] = inclusive;
-  __syncthreads();
-  int before = inclusive - mine, total = 0;
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) {
-    if (w < warp) before += s.warp_sums[w];
-    total += s.warp_sums[w];
-  }
-#pragma unroll
-  for (int w = 0; w < kWorkers; ++w) {
-    const int piece = blockIdx.x * kWorkers + w, pieces = gridDim.x * kWorkers;
-    const int begin = static_cast<long long>(total) * piece / pieces;
-    const int end = static_cast<long long>(total) * (piece + 1) / pieces;
-    if (threadIdx.x == 0) s.worker[w].cost = end - begin;
-    if (before <= begin && begin < before + mine) {
-      int entry = first, skip = begin - before;
-      while (skip >= s.cost[entry]) skip -= s.cost[entry++];
-      int block = entry * blocks_an_entry;
-      if (blocks_an_entry > 1) {
-        for (int cost; skip >= (cost = span_of_block(a, block).cost()); ++block) skip -= cost;
-      }
-      s.worker[w].start_block = block;
-      s.worker[w].start_cost = skip;
-    }
-  }
-  __syncthreads();
-}
-
 // ---- producer warp ----
 
-// What the producer warp reads of one row block: a window a lane, and the weights of 256 pairs. Loaded one block ahead, so
-// that their latency lies under the loads of the block before.
+// What the producer warp reads of one row block: a window a lane, and the weights of 256 pairs. Loaded one block ahead,
+// so that their latency lies under the loads of the block before.
 struct Ahead {
   int ks, lo, hi;
   float weights[kPairs / 32];
@@ -298,8 +113,8 @@ __device__ void produce(const Arguments& a, Worker& s, const ptx::TensorMap* q_m
   }
 }
 
-// Small problems are all latency: while the windows are scanned, the CTAs bring the first megabytes of q, weights and keys
-// into the L2 together, whoever will need them. One warp calls it.
+// Small problems are all latency: while the windows are scanned, the CTAs bring the first megabytes of q, weights and
+// keys into the L2 together, whoever will need them. One warp calls it.
 __device__ void warm_l2(const Arguments& a, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map) {
   const int lane = threadIdx.x % 32;
   const int block = blockIdx.x + gridDim.x * (lane / 4), tile = blockIdx.x + gridDim.x * lane;
@@ -309,7 +124,8 @@ __device__ void warm_l2(const Arguments& a, const ptx::TensorMap* q_map, const p
   }
   if (lane < 4 && tile * kTileKeys < a.keys) ptx::prefetch_2d(k_map, 0, tile * kTileKeys);
   const int row = (blockIdx.x + gridDim.x * (lane / 8)) * kRows + lane % 8 * kRows / 8;
-  if (row < a.rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.weights + row * a.w_stride + lane % 8 * 32 % kHeads));
+  if (row < a.rows)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(a.weights + row * a.w_stride + lane % 8 * 32 % kHeads));
 }
 
 // ---- fill warps ----
@@ -342,7 +158,8 @@ __device__ void fill(const Arguments& a, Shared& s, int warp) {
     if (lane < kRows && row < a.rows) lo = max(__ldg(a.ks + row), 0), hi = min(__ldg(a.ke + row), a.keys);
     const bool some = hi > lo;
     const Span span = span_of(__reduce_min_sync(~0u, some ? lo : 0x7FFFFFFF), __reduce_max_sync(~0u, some ? hi : 0));
-    const int last = min(static_cast<long long>(span.first_key) + span.tiles * kTileKeys, static_cast<long long>(a.keys));
+    const int last =
+        min(static_cast<long long>(span.first_key) + span.tiles * kTileKeys, static_cast<long long>(a.keys));
     for (int r = 0; r < kRows && block * kRows + r < a.rows; ++r) {
       Out* out = a.out + (block * kRows + r) * a.out_stride;
       fill_row(out, 0, span.first_key, s, policy, lane);
@@ -399,9 +216,8 @@ __device__ __forceinline__ void sum_heads(const float (&d)[kPairs / 2], const fl
     if constexpr (kParts == 4) sum0 += part[0][2] + part[0][3], sum1 += part[1][2] + part[1][3];
     if constexpr (kLanesPerRow == 1) {
       sum[r][0] = sum0, sum[r][1] = sum1;
-    } else {  // the other heads are one lane away (and two more): each lane keeps one key
-      sum[r][0] = (half % 2 ? sum1 : sum0) + __shfl_xor_sync(~0u, half % 2 ? sum0 : sum1, 1);
-      if constexpr (kLanesPerRow == 4) sum[r][0] += __shfl_xor_sync(~0u, sum[r][0], 2);
+    } else {  // the other half of the heads is one lane away: each lane keeps one key
+      sum[r][0] = (half ? sum1 : sum0) + __shfl_xor_sync(~0u, half ? sum0 : sum1, 1);
     }
   }
 }
@@ -416,19 +232,20 @@ __device__ __forceinline__ void store_tile(const Arguments& a, const RowBlock& i
   for (int r = 0; r < kRowsPerLane; ++r) {
     const int row = my.row + 4 * r;
     Out* target = out + 4 * r * a.out_stride;
-    if constexpr (kCompressed && kRowsPerLane > 1) target += static_cast<long long>(info.origin[my.row]) - info.origin[row];
+    if constexpr (kCompressed && kRowsPerLane > 1)
+      target += static_cast<long long>(info.origin[my.row]) - info.origin[row];
 #pragma unroll
     for (int e = 0; e < kKeysPerLane; ++e) {
       const int n = key + 8 * e;
       float value = fmaf(sum[r][e], scale[e], 0.0f);  // + 0.0 turns -0.0 into +0.0
-      bool write = kLanesPerRow < 4 || my.half < 2;
+      bool write = true;
       if (!whole) {
         const bool inside = n >= info.lo[row] && n < info.hi[row];
         if constexpr (kClean) {
           if (!inside) value = -__int_as_float(0x7F800000);
-          write = write && n < a.keys && info.first_row + row < a.rows;
+          write = n < a.keys && info.first_row + row < a.rows;
         } else {
-          write = write && inside;
+          write = inside;
         }
       }
       if (write) target[n] = to_out(value);
@@ -474,7 +291,8 @@ __device__ void multiply(const Arguments& a, Worker& s) {
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kHeadDim / 32; ++step) {  // 32 bytes further along the rows: 2 units of 16
-        ptx::wgmma_k32(d, k_tiles + k_stage * (kTileKeys * kHeadDim / 16) + 2 * step, q_tile + 2 * step, step != 0);
+        ptx::wgmma_m64n256k32(d, k_tiles + k_stage * (kTileKeys * kHeadDim / 16) + 2 * step, q_tile + 2 * step,
+                              step != 0);
       }
       ptx::wgmma_commit();
 
@@ -491,7 +309,7 @@ __device__ void multiply(const Arguments& a, Worker& s) {
       if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
       k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
 
-      ptx::wgmma_wait<0>();
+      ptx::wgmma_wait_all();
       sum_heads(d, w, my.half, sum);
       if constexpr (!kStoreLater) store_tile(a, info, out, my, key, sum, scale);
     }

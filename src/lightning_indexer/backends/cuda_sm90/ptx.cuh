@@ -146,35 +146,15 @@ __device__ __forceinline__ uint64_t matrix_descriptor(const void* pointer) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
+__device__ __forceinline__ void wgmma_wait_all() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 // clang-format off
 #define PTX_F4(i)  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PTX_F16(i) PTX_F4(i), PTX_F4(i + 4), PTX_F4(i + 8), PTX_F4(i + 12)
 #define PTX_F64(i) PTX_F16(i), PTX_F16(i + 16), PTX_F16(i + 32), PTX_F16(i + 48)
 
-// d [64, 128] (+)= a [64, 32] * b [128, 32]^T, both e4m3 in shared memory. accumulate = 0 starts from zero.
-__device__ __forceinline__ void wgmma_k32(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1;\n"
-      "}"
-      : PTX_F64(0)
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
 // d [64, 256] (+)= a [64, 32] * b [256, 32]^T, both e4m3 in shared memory. accumulate = 0 starts from zero.
-__device__ __forceinline__ void wgmma_k32(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_m64n256k32(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
