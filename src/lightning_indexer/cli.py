@@ -94,7 +94,7 @@ def info() -> None:
     for line in find(devices[-1])[1]:
         out.print(f"peer not measured here: {line}", markup=False, highlight=False)
     for name, meaning in envs.KNOWN.items():
-        out.print(f"{name}={_environment(name)}  {meaning}", markup=False, highlight=False)
+        out.print(f"{name}={envs.value(name) or '(not set)'}  {meaning}", markup=False, highlight=False)
     for name in envs.unknown():
         err.print(f"[yellow]warning[/]: {name} is set, and nothing reads it")
 
@@ -417,12 +417,3 @@ def _one_of(option: str, name: str, known: tuple[Name, ...]) -> Name:
         if candidate == name:
             return candidate
     raise typer.BadParameter(f"got {name!r}, expected one of {', '.join(known)}", param_hint=option)
-
-
-def _environment(name: str) -> str:
-    read = {
-        "LIGHTNING_INDEXER_BACKEND": envs.backend,
-        "LIGHTNING_INDEXER_ARCH": envs.arch,
-        "LIGHTNING_INDEXER_CACHE_DIR": envs.cache_dir,
-    }
-    return str(read[name]() or "(not set)")

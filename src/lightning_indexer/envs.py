@@ -15,26 +15,31 @@ KNOWN: dict[str, str] = {
 }
 
 
+def value(name: str) -> str | None:
+    """What a variable is set to; None if it is empty or not set."""
+    # Every call of the library reads two of them: as bytes that costs half of what os.environ does.
+    if os.supports_bytes_environ:
+        raw = os.environb.get(name.encode())
+        return os.fsdecode(raw) if raw else None
+    return os.environ.get(name) or None
+
+
 def backend() -> str | None:
     """Name of the backend that calls without ``backend=`` must use, or None."""
-    return _read(b"LIGHTNING_INDEXER_BACKEND")
+    return value("LIGHTNING_INDEXER_BACKEND")
 
 
 def arch() -> str | None:
     """Name of the arch to assume for every device, or None."""
-    return _read(b"LIGHTNING_INDEXER_ARCH")
-
-
-def _read(name: bytes) -> str | None:
-    # Every call reads two variables: as bytes that costs half of what os.environ does.
-    value = os.environb.get(name) if os.supports_bytes_environ else os.environ.get(name.decode(), "").encode()
-    return value.decode() if value else None
+    return value("LIGHTNING_INDEXER_ARCH")
 
 
 def cache_dir() -> Path:
     """Where compiled kernels are kept."""
-    value = _read(b"LIGHTNING_INDEXER_CACHE_DIR")
-    return Path(value or _read(b"XDG_CACHE_HOME") or "~/.cache").expanduser() / ("" if value else "lightning-indexer")
+    chosen = value("LIGHTNING_INDEXER_CACHE_DIR")
+    if chosen is not None:
+        return Path(chosen).expanduser()
+    return Path(value("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning-indexer"
 
 
 def triton_interprets() -> bool:
