@@ -28,6 +28,8 @@ CEILINGS = Ceilings("float32", 0.5, 20.0)
 PNG = b"\x89PNG\r\n\x1a\n"
 # Two float32 sums in different orders.
 ORACLE_DIFF = 1e-12
+# The kernel counts resident pages per core and adds them up late; other threads may allocate too.
+RESIDENT_SIZE_ERROR = 2**23
 
 
 def plan_of(*forms: str, backends=("torch-blocked",), windows=("causal",), shapes=((S_Q, S_K),)) -> Plan:
@@ -211,9 +213,12 @@ def test_percentiles(monkeypatch):
 
 def test_memory_of_a_call():
     kept = []
-    result = timing.measure(lambda: kept.append(torch.ones(2**24)), CPU, 0.0)
-    assert result.extra_bytes is None or 2**26 <= result.extra_bytes < 2**28
-    assert timing.measure(lambda: None, CPU, 0.0).extra_bytes in (None, *range(2**22))
+    large = timing.measure(lambda: kept.append(torch.ones(2**24)), CPU, 0.0).extra_bytes
+    small = timing.measure(lambda: None, CPU, 0.0).extra_bytes
+    assert (large is None) == (small is None)
+    if large is not None:
+        assert abs(large - 2**26) < RESIDENT_SIZE_ERROR
+        assert small < RESIDENT_SIZE_ERROR
 
 
 def test_ceilings_count_products_and_bytes(monkeypatch):
