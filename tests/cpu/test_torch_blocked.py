@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -396,3 +401,74 @@ def test_heuristic(arch, heads, rows):
     assert score_bytes <= (2 * 2**20 if arch.name == "cpu" else 256 * 2**20) or config.block_rows == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.block_rows = 3
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def _large_call(form: str = "clean") -> torch.Tensor:
+    inputs = make_inputs(150, 1700, 16, 64, CPU)
+    ks, ke = make_windows("misaligned", 150, 1700, CPU)
+    return fp8_mqa_logits(
+        inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke,
+        clean_logits=form == "clean", max_seqlen_k=1700 if form == "compressed" else 0, backend="torch-blocked",
+    )  # fmt: skip
+
+
+class TestThreads:
+    """Row blocks run on a pool of threads where PyTorch has more than one."""
+
+    def test_the_result_does_not_depend_on_them(self, two_threads):
+        threaded = _large_call()
+        torch.set_num_threads(1)
+        assert torch.equal(threaded, _large_call())
+
+    def test_the_callers_thread_count_is_left_alone(self, two_threads):
+        backend_module._pool.cache_clear()
+        _large_call()
+        assert torch.get_num_threads() == 2
+        seen: list[int] = []
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert seen == [2], "threads made after the pool"
+
+    def test_modes_of_the_caller_hold_in_the_threads(self, two_threads):
+        expected = _large_call()
+        with torch.inference_mode():
+            assert torch.equal(_large_call(), expected)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(_large_call(), expected)
+
+    def test_an_error_in_a_thread_reaches_the_caller(self, two_threads, monkeypatch):
+        def broken(self, logits, key, key_stop, *, inside):
+            raise RuntimeError("planted in a block")
+
+        monkeypatch.setattr(backend_module._Store, "block", broken)
+        with pytest.raises(RuntimeError, match="planted in a block"):
+            _large_call()
+
+    def test_several_callers_at_once(self, two_threads):
+        expected = _large_call()
+        with ThreadPoolExecutor(4) as callers:
+            results = list(callers.map(lambda _: _large_call(), range(8)))
+        assert all(torch.equal(result, expected) for result in results)
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+    def test_a_forked_child_makes_its_own_threads(self):
+        """PyTorch's own OpenMP threads do not survive a fork either, so the child here computes nothing."""
+        code = (
+            "import os, sys, torch\n"
+            "from lightning_indexer.backends.torch_blocked.backend import _pool\n"
+            "work = lambda: list(_pool(2).map(abs, (-1, -2)))\n"
+            "assert work() == [1, 2]\n"
+            "child = os.fork()\n"
+            "if child == 0: os._exit(0 if work() == [1, 2] else 1)\n"
+            "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        )
+        assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -197,6 +197,9 @@ def _run_case(
     nan = int((torch.isnan(logits) & inside).sum())
     if nan:
         faults.append(f"{nan} NaN inside windows")
+    negative_zero = int(((logits == 0) & torch.signbit(logits) & inside).sum())
+    if negative_zero:
+        faults.append(f"{negative_zero} times -0.0 inside windows")
     diff = calc_diff(logits, expected, inside)
     if not diff < MAX_DIFF[case.out_dtype]:
         faults.append(f"calc_diff {diff:.2e}, allowed {MAX_DIFF[case.out_dtype]:.0e}")
