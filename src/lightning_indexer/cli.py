@@ -107,7 +107,7 @@ def explain(
     backend: Annotated[str | None, typer.Option(help="Look at this backend alone.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Every backend on every arch, for this shape.")] = False,
 ) -> None:
-    """Which backend runs a shape on an arch, and why the others do not.
+    """Which backend runs a shape on an arch, and why the others do not. Obeys LIGHTNING_INDEXER_BACKEND, as calls do.
 
     Examples: `lightning-indexer explain --arch gfx950 --shape 4096,32768,32,128`, `lightning-indexer explain --table`
     """
@@ -117,6 +117,8 @@ def explain(
         return
     with _bad_parameter("--arch"):
         chosen_arch = Arch.parse(arch) if arch else arch_of("cuda" if torch.cuda.is_available() else "cpu")
+    if backend is None and (backend := envs.backend()) is not None:
+        out.print(f"LIGHTNING_INDEXER_BACKEND={backend}", markup=False, highlight=False)
     with _bad_parameter("--backend"):
         verdicts = dispatch.explain(problem, chosen_arch, backend)
     out.print(f"{problem} on {chosen_arch.name} ({chosen_arch.products})", markup=False, highlight=False)

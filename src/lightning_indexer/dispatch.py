@@ -106,7 +106,8 @@ def select(problem: Problem, arch: Arch, name: str | None = None) -> Backend:
         if verdict.chosen:
             return _BACKENDS[verdict.backend]
     reasons = "; ".join(f"{verdict.backend}: {verdict.reason}" for verdict in verdicts)
-    raise BackendUnavailableError(f"no backend runs {problem} on {arch.name}. {reasons}")
+    which = f"{source}={name} does not run" if name is not None else "no backend runs"
+    raise BackendUnavailableError(f"{which} {problem} on {arch.name}. {reasons}")
 
 
 def prepare(problem: Problem, arch: Arch, name: str | None = None) -> Run:

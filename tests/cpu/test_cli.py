@@ -499,3 +499,12 @@ def test_bench_refuses(arguments, option, message, tmp_path, ceilings):
     assert option in text
     assert message in text
     assert not (tmp_path / "results").exists()
+
+
+def test_explain_obeys_the_environment_as_calls_do(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_INDEXER_BACKEND", "torch-blocked")
+    result = run("explain", "--arch", "sm90")
+    assert result.status == 0
+    assert "LIGHTNING_INDEXER_BACKEND=torch-blocked" in result.text
+    assert "-> torch-blocked" in result.text
+    assert "cuda-sm90" not in result.text
