@@ -91,7 +91,12 @@ def validate(
         TypeError: an argument that is not a tensor, or has the wrong dtype.
         ValueError: a wrong rank, shape, stride or device, or options that exclude each other.
     """
-    plain_options = out is None and type(clean_logits) is bool and type(max_seqlen_k) is int and max_seqlen_k == 0
+    plain_options = (
+        out is None
+        and type(clean_logits) is bool
+        and type(max_seqlen_k) is int
+        and (max_seqlen_k == 0 or (not clean_logits and 0 < max_seqlen_k <= MAX_KEYS))
+    )
     if plain_options and _is_plain(q, k, kv_scale, weights, ks, ke, out_dtype):
         return Operands(q, k, kv_scale, weights, ks, ke)
     for name, tensor, dtypes, rank in (
@@ -176,12 +181,15 @@ def _is_plain(
         and type(weights) is tensor and type(ks) is tensor and type(ke) is tensor
     ):  # fmt: skip
         return False
-    q_shape, k_shape, device = q.shape, k.shape, q.device
+    if q.dim() != 3 or k.dim() != 2:
+        return False
+    rows, heads, head_dim = q.shape
+    keys = k.shape[0]
+    device = q.device
     return (
-        len(q_shape) == 3 and len(k_shape) == 2 and q_shape[2] == k_shape[1]
-        and q_shape[1] > 0 and q_shape[2] > 0 and k_shape[0] <= MAX_KEYS
-        and weights.shape == q_shape[:2] and kv_scale.shape == k_shape[:1]
-        and ks.shape == q_shape[:1] and ke.shape == q_shape[:1]
+        heads > 0 and head_dim > 0 and keys <= MAX_KEYS and k.shape[1] == head_dim
+        and weights.shape == (rows, heads) and kv_scale.shape == (keys,)
+        and ks.shape == (rows,) and ke.shape == (rows,)
         and q.dtype in FP8_DTYPES and k.dtype in FP8_DTYPES and out_dtype in OUT_DTYPES
         and kv_scale.dtype is torch.float32 and weights.dtype is torch.float32
         and ks.dtype is torch.int32 and ke.dtype is torch.int32
