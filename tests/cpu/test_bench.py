@@ -185,7 +185,7 @@ def test_a_peer_that_cannot_is_not_called():
 
 
 def test_no_memory_no_call(monkeypatch):
-    monkeypatch.setattr(sweep, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(environment, "available_bytes", lambda device: 1000)
     peer = FakePeer()
     rows = list(sweep.run(plan_of("clean"), [peer], CPU))
     assert [re.sub(r"[\d.]+", "#", row.note) for row in rows] == ["needs # GiB, # GiB are free"] * 2

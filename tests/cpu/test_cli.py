@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from faulty import FaultyBackend, honest, install, one_percent_high
 from lightning_indexer import Arch, __version__, cli, demo, dispatch, envs
-from lightning_indexer.bench import timing, verify
+from lightning_indexer.bench import environment, timing, verify
 from lightning_indexer.bench.cases import WINDOWS
 from lightning_indexer.bench.timing import Ceilings
 from lightning_indexer.chunking import Request
@@ -368,7 +368,7 @@ def test_verify_that_ran_nothing_is_no_success(monkeypatch):
 
 
 def test_verify_names_what_was_dropped_for_memory(monkeypatch):
-    monkeypatch.setattr(verify, "available_bytes", lambda device: TOO_LITTLE)
+    monkeypatch.setattr(environment, "available_bytes", lambda device: TOO_LITTLE)
     result = run("verify", "--backend", "torch-blocked", *SMALL_VERIFY)
     assert result.status == 1, "nothing ran"
     assert "dropped by torch-blocked: needs 2.0 GiB, 1.0 GiB are free" in result.text

@@ -12,7 +12,7 @@ import torch
 from faulty import FaultyBackend, honest, install, one_percent_high
 from helpers import CPU, bits, int32
 from lightning_indexer import Problem
-from lightning_indexer.bench import verify
+from lightning_indexer.bench import environment, verify
 from lightning_indexer.bench.cases import FORMS, WINDOWS, Case, make_windows, positions_in_windows
 from lightning_indexer.bench.guarded import GuardedOutput
 from lightning_indexer.bench.verify import Group, Outcome, compress, compressed_width
@@ -383,7 +383,7 @@ def test_the_sample_is_what_run_repeats():
 
 
 def test_no_memory_is_reported_by_name(monkeypatch):
-    monkeypatch.setattr(verify, "available_bytes", lambda device: 2**30)
+    monkeypatch.setattr(environment, "available_bytes", lambda device: 2**30)
     group = group_of(("causal", "clean", FP32), ("empty", "compressed", BF16))
     outcomes = list(verify.run([group], ["torch-blocked"], CPU))
     assert [(outcome.case, outcome.status) for outcome in outcomes] == [(case, "dropped") for case in group.cases]
@@ -396,7 +396,7 @@ def test_no_memory_is_reported_by_name(monkeypatch):
 def test_memory_needed_grows_with_the_result(monkeypatch):
     small, large = group_of(("causal", "clean", FP32)), group_of(("causal", "clean", FP32), s_q=1024, s_k=2**20)
     # Two references, the result and temporaries of 4 GiB each do not fit in 8 GiB; the small case does.
-    monkeypatch.setattr(verify, "available_bytes", lambda device: 8 * 2**30)
+    monkeypatch.setattr(environment, "available_bytes", lambda device: 8 * 2**30)
     assert [o.status for o in verify.run([small, large], ["torch-blocked"], CPU)] == ["pass", "dropped"]
 
 

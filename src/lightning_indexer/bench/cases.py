@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from lightning_indexer.fp8 import quantize_k, quantize_q
+from lightning_indexer.problem import Problem
 
 Window = Literal["causal", "cp", "misaligned", "empty", "past_end", "multi_req"]
 WINDOWS: tuple[Window, ...] = ("causal", "cp", "misaligned", "empty", "past_end", "multi_req")
@@ -47,6 +48,13 @@ class Case:
     window: Window
     form: Form = "clean"
     out_dtype: torch.dtype = torch.float32
+
+    def problem(self, max_seqlen_k: int) -> Problem:
+        """The facts of the call; ``max_seqlen_k`` is its compressed width, 0 in the other forms."""
+        return Problem(
+            self.s_q, self.s_k, self.heads, self.head_dim,
+            out_dtype=self.out_dtype, clean_logits=self.form == "clean", max_seqlen_k=max_seqlen_k,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         suffix = "" if self.out_dtype is torch.float32 else " bf16"

@@ -69,6 +69,14 @@ def available_bytes(device: torch.device) -> int:
     return 8 * 2**30  # no /proc: assume a small machine
 
 
+def no_room(needed: int, device: torch.device) -> str | None:
+    """None, or the sentence that says why ``needed`` bytes cannot be had on the device."""
+    free = available_bytes(device)
+    if needed > free:
+        return f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+    return None
+
+
 def _cpu_model() -> str:
     for line in _read("/proc/cpuinfo").splitlines():
         if line.startswith("model name"):

@@ -22,11 +22,10 @@ from lightning_indexer.bench.cases import (
     positions_in_windows,
     window_applies,
 )
-from lightning_indexer.bench.environment import available_bytes
+from lightning_indexer.bench.environment import no_room
 from lightning_indexer.bench.peers import Peer
 from lightning_indexer.bench.timing import measure
 from lightning_indexer.bench.verify import MAX_DIFF, compress, compressed_width
-from lightning_indexer.problem import Problem
 from lightning_indexer.reference import calc_diff, reference_scores, window_mask
 
 # What a CPU does in a minute.
@@ -116,16 +115,12 @@ def run(plan: Plan, peers: list[Peer], device: torch.device) -> Iterator[Row]:
 def _own_call(
     case: Case, inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor, width: int, backend: str
 ) -> tuple[str | None, Callable[[], torch.Tensor]]:
-    clean = case.form == "clean"
-    problem = Problem(
-        case.s_q, case.s_k, case.heads, case.head_dim,
-        out_dtype=case.out_dtype, clean_logits=clean, max_seqlen_k=width,
-    )  # fmt: skip
+    problem = case.problem(width)
     [verdict] = dispatch.explain(problem, arch_of(ks.device), backend)
     kv = (inputs.k_fp8, inputs.kv_scale)
     return verdict.reason, lambda: fp8_mqa_logits(
         inputs.q_fp8, kv, inputs.weights, ks, ke,
-        clean_logits=clean, max_seqlen_k=width, out_dtype=case.out_dtype, backend=backend,
+        clean_logits=problem.clean_logits, max_seqlen_k=width, out_dtype=case.out_dtype, backend=backend,
     )  # fmt: skip
 
 
@@ -139,9 +134,7 @@ def _row(
     device: torch.device,
     budget_ms: float,
 ) -> Row:
-    needed = 3 * 4 * case.s_q * case.s_k
-    if reason is None and needed > available_bytes(device):
-        reason = f"needs {needed / 2**30:.1f} GiB, {available_bytes(device) / 2**30:.1f} GiB are free"
+    reason = reason or no_room(3 * 4 * case.s_q * case.s_k, device)
     if reason is not None:
         return Row(case, contender, *work, note=reason)
     diff, fault = check(call())

@@ -28,9 +28,8 @@ from lightning_indexer.bench.cases import (
     make_windows,
     window_applies,
 )
-from lightning_indexer.bench.environment import available_bytes
+from lightning_indexer.bench.environment import no_room
 from lightning_indexer.bench.guarded import GuardedOutput
-from lightning_indexer.problem import Problem
 from lightning_indexer.reference import calc_diff, reference_scores, window_mask
 
 # Against float32 on the dequantised inputs; DeepGEMM's own tests use the same two.
@@ -126,10 +125,7 @@ def run(groups: Iterable[Group], backends: list[str], device: torch.device) -> I
 def _no_room(group: Group, device: torch.device) -> str | None:
     # The two references, the result, masks and comparisons hold about six [M, N] float32 at the peak.
     needed = 6 * 4 * group.s_q * group.s_k + 12 * group.s_q * group.heads * group.head_dim + 2**31
-    free = available_bytes(device)
-    if needed > free:
-        return f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
-    return None
+    return no_room(needed, device)
 
 
 def _run_group(group: Group, backends: list[str], device: torch.device, index: int) -> Iterator[Outcome]:
@@ -160,10 +156,7 @@ def _run_case(
 ) -> Outcome:
     max_seqlen_k = compressed_width(ks, ke, case.s_k) if case.form == "compressed" else 0
     width = max_seqlen_k or case.s_k
-    problem = Problem(
-        case.s_q, case.s_k, case.heads, case.head_dim,
-        out_dtype=case.out_dtype, clean_logits=case.form == "clean", max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
+    problem = case.problem(max_seqlen_k)
     [verdict] = dispatch.explain(problem, arch_of(ks.device), backend)
     if verdict.reason is not None:
         return Outcome(case, backend, "unsupported", verdict.reason)

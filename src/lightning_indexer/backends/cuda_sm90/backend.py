@@ -12,6 +12,7 @@ import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90.config import PAIRS, THREADS, TILE_KEYS, KernelConfig, heuristic
+from lightning_indexer.backends.gate import unsupported_shape
 from lightning_indexer.problem import Operands, Problem
 from lightning_indexer.toolchain import nvrtc
 
@@ -30,10 +31,8 @@ class CudaSm90:
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         if arch.name != "sm90":
             return f"needs sm90 (H100, H200), this is {arch.name}"
-        if problem.heads not in HEADS:
-            return f"H={problem.heads} is not one of {', '.join(map(str, HEADS))}"
-        if problem.head_dim not in HEAD_DIMS:
-            return f"D={problem.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if (reason := unsupported_shape(problem, HEADS, HEAD_DIMS)) is not None:
+            return reason
         if not problem.aligned:
             return "rows of q and k must start on 16-byte boundaries for the tensor copy engine"
         return None

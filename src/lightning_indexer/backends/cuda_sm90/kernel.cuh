@@ -52,9 +52,7 @@ __device__ void produce(const Arguments& a, Worker& s, const ptx::TensorMap* q_m
   if (remaining > 0) next.load(a, block);
   for (; remaining > 0; ++block, skip = 0) {
     const Ahead now = next;
-    const bool some = now.hi > now.lo;
-    const int least = __reduce_min_sync(~0u, some ? now.lo : 0x7FFFFFFF);
-    const Span span = span_of(least, __reduce_max_sync(~0u, some ? now.hi : 0));
+    const Span span = span_of_lanes(now.lo, now.hi);
     const int end = min(span.cost(), skip + remaining);
     remaining -= end - skip;
     if (remaining > 0) next.load(a, block + 1);
@@ -156,8 +154,7 @@ __device__ void fill(const Arguments& a, Shared& s, int warp) {
     int lo = 0, hi = 0;
     const int row = block * kRows + lane;
     if (lane < kRows && row < a.rows) lo = max(__ldg(a.ks + row), 0), hi = min(__ldg(a.ke + row), a.keys);
-    const bool some = hi > lo;
-    const Span span = span_of(__reduce_min_sync(~0u, some ? lo : 0x7FFFFFFF), __reduce_max_sync(~0u, some ? hi : 0));
+    const Span span = span_of_lanes(lo, hi);
     const int last =
         min(static_cast<long long>(span.first_key) + span.tiles * kTileKeys, static_cast<long long>(a.keys));
     for (int r = 0; r < kRows && block * kRows + r < a.rows; ++r) {

@@ -19,6 +19,13 @@ __device__ __forceinline__ Span span_of(int lo, int hi) {
   return {first, (hi - first + kTileKeys - 1) / kTileKeys};
 }
 
+// The same of a row block whose windows lie one in a lane of this warp.
+__device__ __forceinline__ Span span_of_lanes(int lo, int hi) {
+  const bool some = hi > lo;
+  const int least = __reduce_min_sync(~0u, some ? lo : 0x7FFFFFFF);
+  return span_of(least, __reduce_max_sync(~0u, some ? hi : 0));
+}
+
 // End of a row's window. Compressed: positions past the result's last column are no part of it.
 __device__ __forceinline__ int window_end(const Arguments& a, int ks, int ke) {
   const int end = min(ke, a.keys);

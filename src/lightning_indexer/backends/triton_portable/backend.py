@@ -11,6 +11,7 @@ import torch
 
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch
+from lightning_indexer.backends.gate import unsupported_shape
 from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic
 from lightning_indexer.problem import Operands, Problem
 
@@ -30,11 +31,7 @@ class TritonPortable:
             return "Triton has no CPU target (TRITON_INTERPRET=1 runs its interpreter, for tests)"
         if not arch.listed:
             return f"{arch.name} is not a known arch; Triton needs NVIDIA sm80 or newer, or AMD gfx90a or newer"
-        if problem.heads not in HEADS:
-            return f"H={problem.heads} is not one of {', '.join(map(str, HEADS))}"
-        if problem.head_dim not in HEAD_DIMS:
-            return f"D={problem.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-        return None
+        return unsupported_shape(problem, HEADS, HEAD_DIMS)
 
     def prepare(self, problem: Problem, arch: Arch) -> Launch:
         return Launch(problem, arch, heuristic(problem, arch))

@@ -1,0 +1,14 @@
+"""What the gates of several backends ask in the same words."""
+
+from __future__ import annotations
+
+from lightning_indexer.problem import Problem
+
+
+def unsupported_shape(problem: Problem, heads: tuple[int, ...], head_dims: tuple[int, ...]) -> str | None:
+    """None, or the sentence that says which of H and D a kernel is not built for."""
+    if problem.heads not in heads:
+        return f"H={problem.heads} is not one of {', '.join(map(str, heads))}"
+    if problem.head_dim not in head_dims:
+        return f"D={problem.head_dim} is not one of {', '.join(map(str, head_dims))}"
+    return None
