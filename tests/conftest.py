@@ -13,12 +13,12 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch):
     """None of the library's variables from outside, and nothing that another test's selection left in the caches."""
-    from lightning_indexer import arch, dispatch, envs
+    from lightning_indexer import api, arch, envs
 
     for variable in envs.KNOWN:
         monkeypatch.delenv(variable, raising=False)
-    dispatch._prepare.cache_clear()
+    api.forget_plans()
     arch._cuda_arch.cache_clear()
     yield
-    dispatch._prepare.cache_clear()
+    api.forget_plans()
     arch._cuda_arch.cache_clear()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_indexer import Arch, Problem, dispatch
+from lightning_indexer import Arch, Problem, api, dispatch
 from lightning_indexer.problem import Operands
 
 # Runs instead of a kernel: (problem, operands, out, honest), where ``honest(operands, out)`` is torch-blocked.
@@ -35,7 +35,7 @@ class FaultyBackend:
 def install(monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend) -> str:
     """Puts the backend into the registry for one test; returns its name."""
     monkeypatch.setitem(dispatch._BACKENDS, backend.name, backend)
-    dispatch._prepare.cache_clear()  # a test may install one after another
+    api.forget_plans()  # a test may install one after another
     return backend.name
 
 

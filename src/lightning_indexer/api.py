@@ -6,9 +6,11 @@ through the custom operators ``lightning_indexer::fp8_mqa_logits`` and ``lightni
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from lightning_indexer import dispatch, fp8
+from lightning_indexer import dispatch, envs, fp8
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.problem import Operands, Problem, check_dialect, is_aligned, row_stride, validate
 
@@ -85,7 +87,75 @@ def _run(
     out: torch.Tensor | None,
     backend: str | None,
 ) -> torch.Tensor:
-    operands = validate(
+    # All that validation, arch and dispatch read. Calls that agree in it, as the layers of a model do, plan once.
+    try:
+        facts = (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+            kv_scale.shape, kv_scale.is_contiguous(), kv_scale.dtype, kv_scale.device,
+            weights.shape, weights.stride(), weights.dtype, weights.device,
+            ks.shape, ks.is_contiguous(), ks.dtype, ks.device, ke.shape, ke.is_contiguous(), ke.dtype, ke.device,
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+            type(clean_logits), clean_logits, type(max_seqlen_k), max_seqlen_k, out_dtype, backend,
+            (q.data_ptr() | k.data_ptr()) & 15, envs.selection(),
+        )  # fmt: skip
+        plan = _PLANS.get(facts)
+    except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
+        plan = facts = None
+    if plan is None:
+        plan = _plan(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
+        if len(_PLANS) >= MAX_PLANS:
+            _PLANS.clear()
+        if facts is not None:
+            _PLANS[facts] = plan
+    if out is None:
+        out = torch.empty_strided(plan.size, plan.stride, dtype=out_dtype, device=q.device)
+    if plan.run is None:
+        return out
+    if plan.scales_are_a_column:
+        kv_scale = kv_scale[:, 0]
+    operands = Operands(q, k, kv_scale, weights, ks, ke)
+    plan.run(operands if plan.convert_to is None else _to_native_dialect(operands, plan.convert_to), out)
+    return out
+
+
+class _Plan(NamedTuple):
+    """What a call comes to, from its facts alone.
+
+    ``run`` is None where nothing is to compute; ``size`` and ``stride`` are those of a result the library allocates;
+    ``convert_to`` is set where an operand may not be in the arch's fp8 dialect.
+    """
+
+    run: dispatch.Run | None
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    scales_are_a_column: bool
+    convert_to: Arch | None
+
+
+_PLANS: dict[object, _Plan] = {}
+MAX_PLANS = 4096
+
+
+def forget_plans() -> None:
+    """Drops what earlier calls decided. Needed only by who changes the registry of backends at run time."""
+    _PLANS.clear()
+    dispatch.forget()
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kv_scale: torch.Tensor,
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+    backend: str | None,
+) -> _Plan:
+    validate(
         q, k, kv_scale, weights, ks, ke,
         clean_logits=clean_logits, max_seqlen_k=max_seqlen_k, out_dtype=out_dtype, out=out,
     )  # fmt: skip
@@ -96,12 +166,13 @@ def _run(
         rows, k.shape[0], heads, head_dim, q.dtype, k.dtype, out_dtype, clean_logits, max_seqlen_k, is_aligned(q, k)
     )
     run = dispatch.prepare(problem, arch, backend)
-    if out is None:
-        out = allocate(rows, problem.width, out_dtype, q.device)
-    if rows == 0 or problem.keys == 0:
-        return out
-    run(_to_native_dialect(operands, arch) if arch.fp8 == "fnuz" else operands, out)
-    return out
+    return _Plan(
+        run if rows and problem.keys else None,
+        (rows, problem.width),
+        (row_stride(problem.width, out_dtype), 1),
+        kv_scale.dim() == 2,
+        arch if arch.fp8 == "fnuz" else None,
+    )
 
 
 def allocate(rows: int, width: int, out_dtype: torch.dtype, device: torch.device) -> torch.Tensor:

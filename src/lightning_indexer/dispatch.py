@@ -128,6 +128,11 @@ def _prepare(problem: Problem, arch: Arch, name: str | None, _environment: str |
     return select(problem, arch, name).prepare(problem, arch)
 
 
+def forget() -> None:
+    """Drops what :func:`prepare` keeps."""
+    _prepare.cache_clear()
+
+
 def explain(problem: Problem, arch: Arch, name: str | None = None, *, installed_only: bool = True) -> list[Verdict]:
     """What :func:`select` thinks of each backend, in the order in which it tries them.
 

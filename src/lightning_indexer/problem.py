@@ -91,14 +91,6 @@ def validate(
         TypeError: an argument that is not a tensor, or has the wrong dtype.
         ValueError: a wrong rank, shape, stride or device, or options that exclude each other.
     """
-    plain_options = (
-        out is None
-        and type(clean_logits) is bool
-        and type(max_seqlen_k) is int
-        and (max_seqlen_k == 0 or (not clean_logits and 0 < max_seqlen_k <= MAX_KEYS))
-    )
-    if plain_options and _is_plain(q, k, kv_scale, weights, ks, ke, out_dtype):
-        return Operands(q, k, kv_scale, weights, ks, ke)
     for name, tensor, dtypes, rank in (
         ("q", q, FP8_DTYPES, 3),
         ("k", k, FP8_DTYPES, 2),
@@ -160,44 +152,6 @@ def validate(
     if out is not None:
         _check_out(out, rows, max_seqlen_k or keys, out_dtype, q.device)
     return Operands(q, k, kv_scale, weights, ks, ke)
-
-
-def _is_plain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    kv_scale: torch.Tensor,
-    weights: torch.Tensor,
-    ks: torch.Tensor,
-    ke: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> bool:
-    """True for what nearly every call passes: contiguous tensors that fit each other. Implies all of the checks.
-
-    It keeps them off the host's critical path; whatever is False here is checked in full.
-    """
-    tensor = torch.Tensor
-    if not (
-        type(q) is tensor and type(k) is tensor and type(kv_scale) is tensor
-        and type(weights) is tensor and type(ks) is tensor and type(ke) is tensor
-    ):  # fmt: skip
-        return False
-    if q.dim() != 3 or k.dim() != 2:
-        return False
-    rows, heads, head_dim = q.shape
-    keys = k.shape[0]
-    device = q.device
-    return (
-        heads > 0 and head_dim > 0 and keys <= MAX_KEYS and k.shape[1] == head_dim
-        and weights.shape == (rows, heads) and kv_scale.shape == (keys,)
-        and ks.shape == (rows,) and ke.shape == (rows,)
-        and q.dtype in FP8_DTYPES and k.dtype in FP8_DTYPES and out_dtype in OUT_DTYPES
-        and kv_scale.dtype is torch.float32 and weights.dtype is torch.float32
-        and ks.dtype is torch.int32 and ke.dtype is torch.int32
-        and k.device == device and kv_scale.device == device and weights.device == device
-        and ks.device == device and ke.device == device
-        and q.is_contiguous() and k.is_contiguous() and kv_scale.is_contiguous()
-        and weights.is_contiguous() and ks.is_contiguous() and ke.is_contiguous()
-    )  # fmt: skip
 
 
 def check_dialect(q: torch.Tensor, k: torch.Tensor, arch: Arch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,40 +49,68 @@ class Launch:
     def __init__(self, problem: Problem, config: KernelConfig) -> None:
         self.config = config
         self.rows, self.keys, self.width = problem.rows, problem.keys, problem.width
-        self.q_layout = (problem.rows, config.heads, config.head_dim)
-        self.loaded: dict[int, tuple[Any, Any]] = {}  # by device: the kernel, and the driver's launch
+        self.kernels: dict[int, Callable[..., int]] = {}  # by device
+        # Tensor maps by addresses and strides: engines reuse their buffers.
+        self.maps: dict[tuple[Any, ...], tuple[Any, int, Any, int]] = {}
+        # Room for one launch's arguments each; a thread takes one, or makes it.
+        self.rooms: list[_Room] = []
 
     def __call__(self, operands: Operands, out: torch.Tensor) -> None:
         device = out.get_device()
-        if device != torch.cuda.current_device():
+        if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(operands, out)
-        if device not in self.loaded:
-            self.loaded[device] = _load(self.config, device)
-        function, launch = self.loaded[device]
+        kernel = self.kernels.get(device) or self._load(device)
         q, k, kv_scale, weights, ks, ke = operands
-        q_map = _q_map(q.data_ptr(), *self.q_layout, q.stride(0), q.stride(1))
-        k_map = _k_map(k.data_ptr(), self.keys, self.config.head_dim, k.stride(0))
-        # The driver copies what the pointers point to before it returns.
-        buffer = ctypes.create_string_buffer(_POINTERS.size + _ARGUMENTS.size)
-        base = ctypes.addressof(buffer)
-        _POINTERS.pack_into(buffer, 0, q_map.getPtr(), k_map.getPtr(), base + _POINTERS.size)
-        ks_address, ke_address = ks.data_ptr(), ke.data_ptr()
-        _ARGUMENTS.pack_into(
-            buffer, _POINTERS.size,
-            kv_scale.data_ptr(), weights.data_ptr(), ks_address, ke_address, out.data_ptr(),
-            weights.stride(0), out.stride(0), self.rows, self.keys, self.width, not (ks_address | ke_address) & 15,
+        layout = (q.data_ptr(), k.data_ptr(), q.stride(), k.stride())
+        maps = self.maps.get(layout) or self._encode(layout)
+        try:
+            room = self.rooms.pop()
+        except IndexError:
+            room = _Room()
+        _PARAMETERS.pack_into(
+            room.buffer, 0, maps[1], maps[3], room.arguments,
+            kv_scale.data_ptr(), weights.data_ptr(), ks.data_ptr(), ke.data_ptr(), out.data_ptr(),
+            weights.stride(0), out.stride(0), self.rows, self.keys, self.width, self.config.enter_cost,
         )  # fmt: skip
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        _check(launch(
-            function, self.config.ctas, 1, 1, THREADS, 1, 1, self.config.shared_bytes, stream, base, 0
-        ))  # fmt: skip
+        # The driver copies what the pointers point to before it returns.
+        status = kernel(ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)), room.parameters, None)
+        self.rooms.append(room)
+        if status:
+            _check((status,))
         return None
 
+    def _load(self, device: int) -> Callable[..., int]:
+        function = ctypes.c_void_p(_function(tuple(self.config.macros().items()), device))
+        grid = [ctypes.c_uint(side) for side in (self.config.ctas, 1, 1, THREADS, 1, 1)]
+        self.kernels[device] = functools.partial(_launch(), function, *grid, ctypes.c_uint(self.config.shared_bytes))
+        return self.kernels[device]
 
+    def _encode(self, layout: tuple[Any, ...]) -> tuple[Any, int, Any, int]:
+        q_address, k_address, q_stride, k_stride = layout
+        q_map = _q_map(q_address, self.rows, self.config.heads, self.config.head_dim, q_stride[0], q_stride[1])
+        k_map = _k_map(k_address, self.keys, self.config.head_dim, k_stride[0])
+        if len(self.maps) >= MAX_MAPS:
+            self.maps.clear()
+        self.maps[layout] = (q_map, int(q_map.getPtr()), k_map, int(k_map.getPtr()))
+        return self.maps[layout]
+
+
+MAX_MAPS = 1024
+# Pointers to the two tensor maps and to the arguments, then struct Arguments of plan.cuh.
 _POINTERS = struct.Struct("<3Q")
-# struct Arguments of kernel.cuh.
-_ARGUMENTS = struct.Struct("<5Q2q4i")
+_PARAMETERS = struct.Struct("<3Q 5Q2q4i")
+
+
+class _Room:
+    """A buffer for ``_PARAMETERS``."""
+
+    __slots__ = ("arguments", "buffer", "parameters")
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(_PARAMETERS.size)
+        address = ctypes.addressof(self.buffer)
+        self.parameters, self.arguments = ctypes.c_void_p(address), address + _POINTERS.size
 
 
 class DriverError(RuntimeError):
@@ -91,25 +121,30 @@ def _check(result: tuple[Any, ...]) -> Any:
     if result[0] != 0:
         from cuda.bindings import driver
 
-        _, name = driver.cuGetErrorName(result[0])
+        _, name = driver.cuGetErrorName(driver.CUresult(int(result[0])))
         raise DriverError(f"CUDA driver: {name.decode() if name else result[0]}")
     return result[1] if len(result) > 1 else None
 
 
 @functools.cache
-def _load(config: KernelConfig, device: int) -> tuple[Any, Any]:
-    """The kernel on the device, which is the current one, and the driver's launch function."""
+def _function(macros: tuple[tuple[str, str | int], ...], device: int) -> int:
+    """The handle of the kernel compiled with ``macros`` on the device, which is the current one."""
     from cuda.bindings import driver
 
-    module = _check(driver.cuModuleLoadData(nvrtc.cubin(SOURCE, "sm_90a", config.macros())))
-    function = _check(driver.cuModuleGetFunction(module, config.name.encode()))
+    named = dict(macros)
+    module = _check(driver.cuModuleLoadData(nvrtc.cubin(SOURCE, "sm_90a", named)))
+    function = _check(driver.cuModuleGetFunction(module, str(named["KERNEL_NAME"]).encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _check(driver.cuFuncSetAttribute(function, attribute, config.shared_bytes))
-    return function, driver.cuLaunchKernel
+    _check(driver.cuFuncSetAttribute(function, attribute, int(named["SHARED_BYTES"])))
+    return int(function)
 
 
-# A tensor map is a pure function of address and layout, and engines reuse their buffers: the last ones are kept.
-@functools.lru_cache(maxsize=1024)
+@functools.cache
+def _launch() -> Any:
+    """cuLaunchKernel itself: through ctypes, its call costs a third of what it costs through cuda-bindings."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernel
+
+
 def _q_map(address: int, rows: int, heads: int, head_dim: int, stride_m: int, stride_h: int) -> Any:
     """q [M, H, D] so that one load lays (row, head) pairs in the order of kernel.cuh: pair 8j + 2t + b.
 
@@ -124,7 +159,6 @@ def _q_map(address: int, rows: int, heads: int, head_dim: int, stride_m: int, st
     return _encode(address, dims, strides, box)
 
 
-@functools.lru_cache(maxsize=1024)
 def _k_map(address: int, keys: int, head_dim: int, stride: int) -> Any:
     """k [N, D], a tile of keys a load."""
     return _encode(address, (head_dim, keys), (stride,), (head_dim, TILE_KEYS))

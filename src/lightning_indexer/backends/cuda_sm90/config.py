@@ -46,7 +46,7 @@ class KernelConfig:
         """The kernel's name in traces."""
         return (
             f"fp8_mqa_logits_H{self.heads}_D{self.head_dim}_m64n{PAIRS}_w{WORKERS}_k{self.k_stages}_q{self.q_stages}"
-            f"_e{self.enter_cost}_{self.form}_{self.out}_sm90"
+            f"_{self.form}_{self.out}_sm90"
         )
 
     @property
@@ -69,7 +69,6 @@ class KernelConfig:
             "OUT_BF16": int(self.out == "bf16"),
             "KSTAGES": self.k_stages,
             "QSTAGES": self.q_stages,
-            "ENTER_COST": self.enter_cost,
             "SHARED_BYTES": self.shared_bytes,
             "KERNEL_NAME": self.name,
         }

@@ -45,38 +45,62 @@ struct Ahead {
   }
 };
 
-__device__ void produce(const Arguments& a, Worker& s, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map) {
+__device__ void produce(const Arguments& a, Worker& s, const Piece& piece, const ptx::TensorMap* q_map,
+                        const ptx::TensorMap* k_map) {
   const int lane = threadIdx.x % 32;
-  int block = s.start_block, skip = s.start_cost, remaining = s.cost, q_count = 0, k_stage = 0, k_parity = 1;
-  Ahead next;
-  if (remaining > 0) next.load(a, block);
-  for (; remaining > 0; ++block, skip = 0) {
-    const Ahead now = next;
-    const Span span = span_of_lanes(now.lo, now.hi);
-    const int end = min(span.cost(), skip + remaining);
-    remaining -= end - skip;
-    if (remaining > 0) next.load(a, block + 1);
-    const int first_tile = max(skip - kEnterCost, 0), tiles = max(end - kEnterCost, 0) - first_tile;
-    if (tiles <= 0) continue;
-
+  int q_count = 0, k_stage = 0, k_parity = 1;
+  // A stretch [skip, end) of a row block's cost: which of its tiles that is.
+  struct Tiles {
+    int first, count;
+  };
+  const auto tiles_of = [&](int skip, int end) -> Tiles {
+    const int first = max(skip - a.enter_cost, 0);
+    return {first, max(end - a.enter_cost, 0) - first};
+  };
+  const auto load_k = [&](int key) {
+    ptx::barrier_wait(&s.k_empty[k_stage], k_parity);
+    ptx::barrier_arrive_expect(&s.k_full[k_stage], kTileKeys * kHeadDim);
+    ptx::load_2d(s.k[k_stage], k_map, &s.k_full[k_stage], 0, key);
+    if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
+  };
+  // q and the first keys of a row block.
+  const auto start = [&](int block, int first_key) {
     const int q_stage = q_count % kQStages;
     ptx::barrier_wait(&s.q_empty[q_stage], (q_count / kQStages & 1) ^ 1);
-    ++q_count;
-    const int first_key = span.first_key + first_tile * kTileKeys;
-    const auto load_k = [&](int tile) {
-      ptx::barrier_wait(&s.k_empty[k_stage], k_parity);
-      ptx::barrier_arrive_expect(&s.k_full[k_stage], kTileKeys * kHeadDim);
-      ptx::load_2d(s.k[k_stage], k_map, &s.k_full[k_stage], 0, first_key + tile * kTileKeys);
-      if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
-    };
-    if (lane == 0) {  // the loads start before the weights, which may still be on their way, are written
+    if (lane == 0) {
       ptx::barrier_arrive_expect(&s.q_full[q_stage], kPairs * kHeadDim);
 #pragma unroll
       for (int r = 0; r < kRows; r += kRowsPerLoad) {
         ptx::load_5d(s.q[q_stage] + r * kHeads * kHeadDim, q_map, &s.q_full[q_stage], 0, 0, 0, block * kRows + r, 0);
       }
-      load_k(0);
+      load_k(first_key);
     }
+  };
+
+  int skip = piece.skip, remaining = piece.cost;
+  // Where the span of the first row block is known already, its loads do not wait for its windows.
+  bool started = false;
+  if (piece.span.tiles > 0) {
+    const Tiles tiles = tiles_of(skip, min(piece.span.cost(a), skip + remaining));
+    started = tiles.count > 0;
+    if (started) start(piece.block, piece.span.first_key + tiles.first * kTileKeys);
+  }
+  Ahead next;
+  if (remaining > 0) next.load(a, piece.block);
+#pragma unroll 1
+  for (int block = piece.block; remaining > 0; ++block) {
+    const Ahead now = next;
+    const Span span = span_of_lanes(now.lo, now.hi);
+    const int end = min(span.cost(a), skip + remaining);
+    const Tiles tiles = tiles_of(skip, end);
+    remaining -= end - skip;
+    skip = 0;
+    if (remaining > 0) next.load(a, block + 1);
+    if (tiles.count <= 0) continue;
+    const int first_key = span.first_key + tiles.first * kTileKeys;
+    if (!started) start(block, first_key);  // before the weights, which may still be on their way, are written
+    started = false;
+    const int q_stage = q_count++ % kQStages;
     // A row past M has the empty window [0, 0): no tile of its block is whole, and it stores nothing.
     RowBlock& info = s.block[q_stage];
     const int inner_lo = __reduce_max_sync(~0u, lane < kRows ? now.lo : 0);
@@ -84,7 +108,7 @@ __device__ void produce(const Arguments& a, Worker& s, const ptx::TensorMap* q_m
     if (lane == 0) {
       info.first_row = block * kRows;
       info.first_key = first_key;
-      info.tiles = tiles;
+      info.tiles = tiles.count;
       info.inner_lo = inner_lo;
       info.inner_hi = inner_hi;
     }
@@ -95,10 +119,10 @@ __device__ void produce(const Arguments& a, Worker& s, const ptx::TensorMap* q_m
     }
 #pragma unroll
     for (int i = 0; i < kPairs / 32; ++i) s.weights[q_stage][i * 32 + lane] = now.weights[i];
-    __syncwarp();
+    ptx::barrier_arrive(&s.q_full[q_stage]);
     if (lane == 0) {
-      ptx::barrier_arrive(&s.q_full[q_stage]);
-      for (int tile = 1; tile < tiles; ++tile) load_k(tile);
+#pragma unroll 1
+      for (int tile = 1; tile < tiles.count; ++tile) load_k(first_key + tile * kTileKeys);
     }
     __syncwarp();
   }
@@ -106,24 +130,27 @@ __device__ void produce(const Arguments& a, Worker& s, const ptx::TensorMap* q_m
   ptx::barrier_wait(&s.q_empty[q_stage], (q_count / kQStages & 1) ^ 1);
   if (lane == 0) {
     s.block[q_stage].tiles = 0;
-    ptx::barrier_arrive(&s.q_full[q_stage]);
-    ptx::barrier_arrive(&s.q_full[q_stage]);
+    ptx::barrier_arrive(&s.q_full[q_stage]);  // in place of the loads
   }
+  ptx::barrier_arrive(&s.q_full[q_stage]);
 }
 
-// Small problems are all latency: while the windows are scanned, the CTAs bring the first megabytes of q, weights and
-// keys into the L2 together, whoever will need them. One warp calls it.
+// Small problems are all latency: while the pieces are found, the CTAs bring q, weights and the first keys into the L2
+// together, whoever will need them. After the windows, so that those do not queue behind. One warp calls it.
 __device__ void warm_l2(const Arguments& a, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map) {
+  if (number_of_blocks(a) > kWorkers * gridDim.x) return;
   const int lane = threadIdx.x % 32;
-  const int block = blockIdx.x + gridDim.x * (lane / 4), tile = blockIdx.x + gridDim.x * lane;
-  if (lane % 4 == 0 && lane < 16 && block * kRows < a.rows) {
+#pragma unroll 1
+  for (int i = blockIdx.x; i < number_of_blocks(a); i += gridDim.x) {
+    if (lane == 0) {
 #pragma unroll
-    for (int r = 0; r < kRows; r += kRowsPerLoad) ptx::prefetch_5d(q_map, 0, 0, 0, block * kRows + r, 0);
+      for (int r = 0; r < kRows; r += kRowsPerLoad) ptx::prefetch_5d(q_map, 0, 0, 0, i * kRows + r, 0);
+      if (i * kTileKeys < a.keys) ptx::prefetch_2d(k_map, 0, i * kTileKeys);
+    }
+    const int row = i * kRows + lane % 8 * kRows / 8;
+    if (lane < 8 && row < a.rows)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(a.weights + row * a.w_stride + lane * 32 % kHeads));
   }
-  if (lane < 4 && tile * kTileKeys < a.keys) ptx::prefetch_2d(k_map, 0, tile * kTileKeys);
-  const int row = (blockIdx.x + gridDim.x * (lane / 8)) * kRows + lane % 8 * kRows / 8;
-  if (row < a.rows)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(a.weights + row * a.w_stride + lane % 8 * 32 % kHeads));
 }
 
 // ---- fill warps ----
@@ -146,21 +173,26 @@ __device__ __forceinline__ void fill_row(Out* row, int first, int last, const Sh
 
 __device__ void fill(const Arguments& a, Shared& s, int warp) {
   const int lane = threadIdx.x % 32, blocks = (a.rows + kRows - 1) / kRows;
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * (kWorkers + kFillWarps)) : "memory");  // s.cost lay where s.neg_inf is
   for (int i = warp * 32 + lane; i < kScratch; i += 32 * kFillWarps) s.neg_inf[i] = kNegInfPair;
   ptx::fence_async_proxy();
-  asm volatile("bar.sync 1, %0;" ::"n"(32 * kFillWarps) : "memory");
+  asm volatile("bar.sync 2, %0;" ::"n"(32 * kFillWarps) : "memory");
   const uint64_t policy = ptx::evict_first_policy();
-  for (int block = blockIdx.x + warp * gridDim.x; block < blocks; block += kFillWarps * gridDim.x) {
+  // A unit is a row block, or part of its columns where row blocks are few.
+  const int warps = kFillWarps * gridDim.x;
+  const int parts = max(1, min(4 * warps / blocks, a.keys / kFillColumns));
+  const int columns = ((a.keys - 1) / parts / kFillColumns + 1) * kFillColumns;
+  for (int unit = blockIdx.x + warp * gridDim.x; unit < blocks * parts; unit += warps) {
+    const int block = unit / parts, begin = unit % parts * columns, end = min(begin + columns, a.keys);
     int lo = 0, hi = 0;
     const int row = block * kRows + lane;
     if (lane < kRows && row < a.rows) lo = max(__ldg(a.ks + row), 0), hi = min(__ldg(a.ke + row), a.keys);
     const Span span = span_of_lanes(lo, hi);
-    const int last =
-        min(static_cast<long long>(span.first_key) + span.tiles * kTileKeys, static_cast<long long>(a.keys));
+    const long long last = static_cast<long long>(span.first_key) + span.tiles * kTileKeys;
     for (int r = 0; r < kRows && block * kRows + r < a.rows; ++r) {
       Out* out = a.out + (block * kRows + r) * a.out_stride;
-      fill_row(out, 0, span.first_key, s, policy, lane);
-      fill_row(out, last, a.keys, s, policy, lane);
+      fill_row(out, begin, min(span.first_key, end), s, policy, lane);
+      fill_row(out, static_cast<int>(max(last, static_cast<long long>(begin))), end, s, policy, lane);
     }
   }
   ptx::bulk_commit();
@@ -312,48 +344,64 @@ __device__ void multiply(const Arguments& a, Worker& s) {
     }
     if (lane == 0) ptx::barrier_arrive(k_empty);
     if constexpr (kStoreLater) store_tile(a, info, out, my, key - kTileKeys, sum, scale);
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(&s.q_empty[q_stage]);
+    ptx::barrier_arrive(&s.q_empty[q_stage]);
   }
 }
+
+__device__ __forceinline__ void init_barriers(Worker& s) {
+#pragma unroll
+  for (int i = 0; i < kQStages; ++i) {
+    ptx::barrier_init(&s.q_full[i], 1 + 32);  // the loads, the producer warp
+    ptx::barrier_init(&s.q_empty[i], 128);
+  }
+#pragma unroll
+  for (int i = 0; i < kKStages; ++i) {
+    ptx::barrier_init(&s.k_full[i], 1);
+    ptx::barrier_init(&s.k_empty[i], 4);
+  }
+}
+
+// A barrier of the whole CTA, at a place of its own for each kind of warp. Publishes the mbarriers and s.cost.
+__device__ __forceinline__ void all_here() { asm volatile("bar.sync 0, %0;" ::"n"(kThreads) : "memory"); }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
                 const __grid_constant__ Arguments a) {
-  extern __shared__ unsigned char raw[];
-  Shared& s = *reinterpret_cast<Shared*>((reinterpret_cast<uint64_t>(raw) + 1023) & ~uint64_t(1023));
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Shared& s = *reinterpret_cast<Shared*>(raw);
+  if (ptx::shared_address(raw) % 1024 != 0) asm volatile("trap;");  // the swizzle pattern counts from there
   const int warp = threadIdx.x / 32;
 
-  if (threadIdx.x == 0) {
-    ptx::prefetch_map(&q_map);
-    ptx::prefetch_map(&k_map);
-    for (Worker& worker : s.worker) {
-      for (int i = 0; i < kQStages; ++i) {
-        ptx::barrier_init(&worker.q_full[i], 2);  // the loads, the rest
-        ptx::barrier_init(&worker.q_empty[i], 4);
-      }
-      for (int i = 0; i < kKStages; ++i) {
-        ptx::barrier_init(&worker.k_full[i], 1);
-        ptx::barrier_init(&worker.k_empty[i], 4);
-      }
-    }
-    ptx::barrier_init_fence();
-  }
-  if (warp == kThreads / 32 - 1) warm_l2(a, &q_map, &k_map);
-  find_pieces(a, s);  // its barriers also publish the barriers
-
-  if (warp >= kMathThreads / 32) {
-    ptx::registers_release<kOtherRegisters>();
-    const int other = warp - kMathThreads / 32;
-    if (other < kWorkers) {
-      produce(a, s.worker[other], &q_map, &k_map);
-    } else if constexpr (kClean) {
-      fill(a, s, other - kWorkers);
-    }
-  } else {
+  // The math warps read the windows; the others are at their own code by the time that is done.
+  const int other = warp - kMathThreads / 32;
+  int prices = other < 0;
+  asm volatile("" : "+r"(prices));  // keeps the code of it here, next to what is in the instruction cache already
+  if (prices) price_blocks(a, s);
+  if (other < 0) {
+    all_here();
     ptx::registers_take<kMathRegisters>();
     multiply(a, s.worker[uniform(threadIdx.x / 128)]);
+    return;
+  }
+  ptx::registers_release<kOtherRegisters>();
+  if (other < kWorkers) {
+    all_here();
+    const Piece piece = find_piece(a, s, other);
+    if constexpr (kClean) asm volatile("bar.arrive 1, %0;" ::"n"(32 * (kWorkers + kFillWarps)) : "memory");
+    produce(a, s.worker[other], piece, &q_map, &k_map);
+  } else {
+    if (other == kWorkers && threadIdx.x % 32 == 0) {
+      ptx::prefetch_map(&q_map);
+      ptx::prefetch_map(&k_map);
+#pragma unroll
+      for (Worker& worker : s.worker) init_barriers(worker);
+      ptx::barrier_init_fence();
+    }
+    __syncwarp();
+    if (other == kWorkers) warm_l2(a, &q_map, &k_map);
+    all_here();
+    if constexpr (kClean) fill(a, s, other - kWorkers);
   }
 }

@@ -1,7 +1,7 @@
 // Constants, the shared-memory plan and the arguments of kernel.cuh.
 //
-// Compile-time, from config.py: HEADS, HEAD_DIM, CLEAN, COMPRESSED, OUT_BF16, KSTAGES, QSTAGES, ENTER_COST,
-// SHARED_BYTES, KERNEL_NAME.
+// Compile-time, from config.py: HEADS, HEAD_DIM, CLEAN, COMPRESSED, OUT_BF16, KSTAGES, QSTAGES, SHARED_BYTES,
+// KERNEL_NAME.
 #pragma once
 
 #include "ptx.cuh"
@@ -22,12 +22,14 @@ constexpr int kTileKeys = 64;
 constexpr int kWorkers = 2;             // each a producer warp and a math warpgroup
 constexpr int kKStages = KSTAGES;       // tiles of keys, per worker
 constexpr int kQStages = QSTAGES;       // row blocks, per worker
-constexpr int kEnterCost = ENTER_COST;  // of entering a row block, in tiles
 
+constexpr int kBarriers = 2 * (kQStages + kKStages);  // of a worker
 constexpr int kMathThreads = 128 * kWorkers;
 constexpr int kThreads = kMathThreads + 128;
 constexpr int kFillWarps = 4 - kWorkers;
 constexpr int kScratch = 2048;
+constexpr int kKnownBlocks = 1024;
+constexpr int kFillColumns = 2048;
 constexpr int kMathRegisters = 224;
 constexpr int kOtherRegisters = 56;
 static_assert(2 * kMathRegisters + kOtherRegisters <= 3 * 168, "168 registers a thread at launch");
@@ -58,19 +60,18 @@ struct alignas(1024) Worker {
   unsigned char k[kKStages][kTileKeys * kHeadDim];
   alignas(16) float weights[kQStages][kPairs];
   RowBlock block[kQStages];
-  uint64_t q_full[kQStages], q_empty[kQStages], k_full[kKStages], k_empty[kKStages];
-  int start_block, start_cost, cost;  // its piece
+  uint64_t q_full[kQStages], q_empty[kQStages], k_full[kKStages], k_empty[kKStages];  // kBarriers in a row
 };
 
 struct Shared {
   Worker worker[kWorkers];
+  int first_key[kKnownBlocks];  // of row blocks, up to so many
   union {
-    int cost[kScratch];                      // of row blocks, while the pieces are found
+    alignas(16) int cost[kScratch];          // of row blocks, while the pieces are found
     alignas(16) uint32_t neg_inf[kScratch];  // 8 KiB, the source of the bulk stores
   };
-  int warp_sums[kThreads / 32];
 };
-static_assert(sizeof(Shared) + 1023 <= SHARED_BYTES, "config.py's shared_bytes");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py's shared_bytes");
 
 struct Arguments {
   const float* kv_scale;
@@ -80,7 +81,7 @@ struct Arguments {
   Out* out;
   long long w_stride, out_stride;
   int rows, keys, width;
-  int windows_aligned;  // ks and ke start on 16 bytes
+  int enter_cost;  // of a row block, in tiles: its q, weights and windows must arrive
 };
 
 }  // namespace

@@ -9,7 +9,7 @@ struct Span {  // the tiles that the windows of a row block touch
   int first_key;
   int tiles;
 
-  __device__ __forceinline__ int cost() const { return tiles > 0 ? tiles + kEnterCost : 0; }
+  __device__ __forceinline__ int cost(const Arguments& a) const { return tiles > 0 ? tiles + a.enter_cost : 0; }
 };
 
 __device__ __forceinline__ Span span_of(int lo, int hi) {
@@ -33,87 +33,122 @@ __device__ __forceinline__ int window_end(const Arguments& a, int ks, int ke) {
   return static_cast<int>(min(static_cast<long long>(end), static_cast<long long>(ks) + a.width));
 }
 
-__device__ __forceinline__ Span span_of_block(const Arguments& a, int block) {
-  int lo = 0x7FFFFFFF, hi = 0;
-  const auto add = [&](int ks, int ke) {
-    const int row_lo = max(ks, 0), row_hi = window_end(a, ks, ke);
-    if (row_hi > row_lo) lo = min(lo, row_lo), hi = max(hi, row_hi);
-  };
-  const int first = block * kRows;
-  if (kRows % 4 == 0 && a.windows_aligned && first + kRows <= a.rows) {
+__device__ __forceinline__ int number_of_blocks(const Arguments& a) { return (a.rows + kRows - 1) / kRows; }
+
+// The windows of kWindows rows from `first` on, as one: [lo, hi), empty where all of them are.
+constexpr int kWindows = kRows < 4 ? kRows : 4;
+
+__device__ __forceinline__ void windows_of_rows(const Arguments& a, int first, int& lo, int& hi) {
+  lo = 0x7FFFFFFF, hi = 0;
+  int ks[kWindows], ke[kWindows];
 #pragma unroll
-    for (int r = 0; r < kRows; r += 4) {
-      const int4 ks = __ldg(reinterpret_cast<const int4*>(a.ks + first + r));
-      const int4 ke = __ldg(reinterpret_cast<const int4*>(a.ke + first + r));
-      add(ks.x, ke.x), add(ks.y, ke.y), add(ks.z, ke.z), add(ks.w, ke.w);
-    }
-  } else {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (first + r < a.rows) add(__ldg(a.ks + first + r), __ldg(a.ke + first + r));
-    }
+  for (int r = 0; r < kWindows; ++r) {
+    const bool real = first + r < a.rows;
+    ks[r] = real ? __ldg(a.ks + first + r) : 0;
+    ke[r] = real ? __ldg(a.ke + first + r) : 0;
   }
-  return span_of(lo, hi);
+#pragma unroll
+  for (int r = 0; r < kWindows; ++r) {
+    const int row_lo = max(ks[r], 0), row_hi = window_end(a, ks[r], ke[r]);
+    if (row_hi > row_lo) lo = min(lo, row_lo), hi = max(hi, row_hi);
+  }
 }
 
-// Cuts the work of all row blocks into pieces of equal cost, one a worker: a tile is one unit, and entering a row block
-// (its q, weights and windows must arrive) is kEnterCost. Leaves this CTA's pieces in shared memory. All threads call
-// it.
-__device__ void find_pieces(const Arguments& a, Shared& s) {
-  const int blocks = (a.rows + kRows - 1) / kRows;
-  const int blocks_an_entry = (blocks + kScratch - 1) / kScratch;
-  const int entries = (blocks + blocks_an_entry - 1) / blocks_an_entry;
-  // Neighbouring threads read neighbouring rows; every window is read from global memory once.
-  if (blocks_an_entry == 1) {
-#pragma unroll(kRows <= 8 ? 4 : 1)
-    for (int block = threadIdx.x; block < blocks; block += kThreads) s.cost[block] = span_of_block(a, block).cost();
-  } else {
-    for (int entry = threadIdx.x; entry < entries; entry += kThreads) {
-      int cost = 0;
-      const int last = min((entry + 1) * blocks_an_entry, blocks);
-      for (int block = entry * blocks_an_entry; block < last; ++block) cost += span_of_block(a, block).cost();
-      s.cost[entry] = cost;
+// The cost of every row block in tiles, a.enter_cost more for entering it, into
+// s.cost: 2^shift blocks an entry, 32 * each entries. The math warps call it. Here and below the code is short on purpose:
+// on a cold start every line of it comes from memory.
+struct Entries {
+  int shift;
+  int each;  // entries a lane, a multiple of four
+
+  __device__ __forceinline__ explicit Entries(int blocks) {
+    shift = blocks <= kScratch ? 0 : 32 - __clz((blocks - 1) / kScratch);
+    each = (((blocks - 1) >> shift) + 128) / 128 * 4;
+  }
+};
+
+__device__ __forceinline__ void price_blocks(const Arguments& a, Shared& s) {
+  const Entries entries(number_of_blocks(a));
+  if (entries.shift > 0) {
+#pragma unroll 1
+    for (int entry = threadIdx.x; entry < kScratch; entry += kMathThreads) s.cost[entry] = 0;
+    asm volatile("bar.sync 3, %0;" ::"n"(kMathThreads) : "memory");
+  }
+  constexpr int kThreadsPerBlock = kRows / kWindows;
+  const int end = (32 * entries.each << entries.shift) * kThreadsPerBlock;
+#pragma unroll 1
+  for (int at = threadIdx.x; at < end; at += kMathThreads) {  // whole warps: end and kMathThreads are multiples of 32
+    int lo, hi;
+    windows_of_rows(a, at * kWindows, lo, hi);
+#pragma unroll
+    for (int step = 1; step < kThreadsPerBlock; step *= 2) {
+      lo = min(lo, __shfl_xor_sync(~0u, lo, step));
+      hi = max(hi, __shfl_xor_sync(~0u, hi, step));
+    }
+    if (threadIdx.x % kThreadsPerBlock == 0) {
+      const int block = at / kThreadsPerBlock;
+      const Span span = span_of(lo, hi);
+      if (entries.shift == 0) {
+        s.cost[block] = span.cost(a);
+        if (block < kKnownBlocks) s.first_key[block] = span.first_key;
+      } else {
+        atomicAdd(&s.cost[block >> entries.shift], span.cost(a));
+      }
     }
   }
-  __syncthreads();
+}
 
-  const int each = (entries + kThreads - 1) / kThreads;
-  const int first = threadIdx.x * each, last = min(first + each, entries);
+struct Piece {  // `cost` units of work from `skip` units into row block `block` on
+  int block, skip, cost;
+  Span span;  // of that block, or empty: not known
+};
+
+// Cuts the work of all row blocks into pieces of equal cost, one a worker. One warp calls it.
+__device__ __forceinline__ Piece find_piece(const Arguments& a, const Shared& s, int worker) {
+  const Entries entries(number_of_blocks(a));
+  const int lane = threadIdx.x % 32, first = lane * entries.each;
   int mine = 0;
-  for (int entry = first; entry < last; ++entry) mine += s.cost[entry];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 1
+  for (int i = 0; i < entries.each; i += 4) {
+    const int4 cost = *reinterpret_cast<const int4*>(&s.cost[first + i]);
+    mine += cost.x + cost.y + cost.z + cost.w;
+  }
   int inclusive = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int other = __shfl_up_sync(~0u, inclusive, step);
     if (lane >= step) inclusive += other;
   }
-  if (lane == 31) s.warp_sums[warp] = inclusive;
-  __syncthreads();
-  int before = inclusive - mine, total = 0;
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) {
-    if (w < warp) before += s.warp_sums[w];
-    total += s.warp_sums[w];
-  }
-#pragma unroll
-  for (int w = 0; w < kWorkers; ++w) {
-    const int piece = blockIdx.x * kWorkers + w, pieces = gridDim.x * kWorkers;
-    const int begin = static_cast<long long>(total) * piece / pieces;
-    const int end = static_cast<long long>(total) * (piece + 1) / pieces;
-    if (threadIdx.x == 0) s.worker[w].cost = end - begin;
-    if (before <= begin && begin < before + mine) {
-      int entry = first, skip = begin - before;
-      while (skip >= s.cost[entry]) skip -= s.cost[entry++];
-      int block = entry * blocks_an_entry;
-      if (blocks_an_entry > 1) {
-        for (int cost; skip >= (cost = span_of_block(a, block).cost()); ++block) skip -= cost;
+  const int total = __shfl_sync(~0u, inclusive, 31), pieces = gridDim.x * kWorkers;
+  const int piece = blockIdx.x * kWorkers + worker, share = total / pieces, rest = total - share * pieces;
+  const int begin = share * piece + min(piece, rest), before = inclusive - mine;
+  const bool here = before <= begin && begin < inclusive;
+  int block = 0, skip = begin - before;
+  if (here) {
+    int entry = first;
+    while (skip >= s.cost[entry]) skip -= s.cost[entry++];
+    block = entry << entries.shift;
+    if (__builtin_expect(entries.shift > 0, 0)) {  // on to the block, through the windows again
+      while (true) {
+        int lo = 0x7FFFFFFF, hi = 0;
+#pragma unroll 1
+        for (int r = 0; r < kRows; r += kWindows) {
+          int some_lo, some_hi;
+          windows_of_rows(a, block * kRows + r, some_lo, some_hi);
+          lo = min(lo, some_lo), hi = max(hi, some_hi);
+        }
+        const int cost = span_of(lo, hi).cost(a);
+        if (skip < cost) break;
+        skip -= cost, ++block;
       }
-      s.worker[w].start_block = block;
-      s.worker[w].start_cost = skip;
     }
   }
-  __syncthreads();
+  const int from = __ffs(__ballot_sync(~0u, here)) - 1;
+  if (from < 0) return {0, 0, 0, {0, 0}};
+  block = __shfl_sync(~0u, block, from), skip = __shfl_sync(~0u, skip, from);
+  Span span = {0, 0};
+  if (entries.shift == 0 && block < kKnownBlocks) span = {s.first_key[block], s.cost[block] - a.enter_cost};
+  return {block, skip, share + (piece < rest), span};
 }
 
 }  // namespace
