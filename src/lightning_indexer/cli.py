@@ -22,6 +22,7 @@ from lightning_indexer.chunking import parse_requests, plan_chunks
 from lightning_indexer.problem import Problem
 
 if TYPE_CHECKING:
+    from lightning_indexer.bench import sweep
     from lightning_indexer.bench.sweep import Row
     from lightning_indexer.bench.timing import Ceilings
     from lightning_indexer.bench.verify import Outcome
@@ -229,11 +230,15 @@ def bench(
     peers: Annotated[bool, typer.Option(help="Measure the peers that can be imported.")] = True,
     budget_ms: Annotated[float, typer.Option(help="Time spent on each measurement, ms.")] = 100.0,
     results: Annotated[Path, typer.Option(help="Folder for bench.md, .csv, .json and pictures.")] = Path("results"),
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Time tile configs around each heuristic's choice instead; writes nothing.")
+    ] = False,
 ) -> None:
     """Time backends and peers in one run, after checking each result against the oracle.
 
     Examples: `lightning-indexer bench --device cuda --heads 32,64`,
-    `lightning-indexer bench --device cpu --shapes 1024x8192 --heads 32 --forms clean`
+    `lightning-indexer bench --device cpu --shapes 1024x8192 --heads 32 --forms clean`,
+    `lightning-indexer bench --tune --backend cuda-sm90 --shapes 4096x32768 --forms noclean`
     """
     from lightning_indexer.bench import environment, report, sweep, timing
     from lightning_indexer.bench import peers as peers_module
@@ -253,6 +258,9 @@ def bench(
     left_out = chosen.left_out()
     if not chosen.cases():
         raise typer.BadParameter(f"no case is left: {'; '.join(left_out)}", param_hint="--windows")
+    if tune:
+        _tune(chosen, where)
+        return
     found, absent = peers_module.find(where) if peers else ([], [])
     notes = [f"{peer.name}: {peer.note}" for peer in found] + [f"not measured: {line}" for line in absent + left_out]
     rows = []
@@ -272,6 +280,40 @@ def bench(
     paths += _pictures(results, rows, ceilings, backends, facts["device"])
     err.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
     if any(row.note.startswith("WRONG") and row.contender in backends for row in rows):
+        raise typer.Exit(1)
+
+
+def _tune(plan: sweep.Plan, device: torch.device) -> None:
+    from lightning_indexer.bench import tune
+
+    trials = []
+    with _progress() as progress:
+        task = progress.add_task("tune", total=None)
+        for trial in tune.run(plan, device):
+            trials.append(trial)
+            progress.update(task, advance=1, description=f"{trial.backend} {trial.case}")
+    table = Table(
+        "case", "backend", "heuristic us", "best us", "gain", "best config", title="tune", title_justify="left"
+    )
+    wrong = False
+    for case, backend in dict.fromkeys((trial.case, trial.backend) for trial in trials):
+        mine = [trial for trial in trials if (trial.case, trial.backend) == (case, backend)]
+        timed = [trial for trial in mine if trial.median]
+        wrong |= any(trial.note.startswith("WRONG") for trial in mine)
+        if not timed or not mine[0].median:
+            table.add_row(str(case), backend, "-", "-", "-", mine[0].note)
+            continue
+        best = min(timed, key=lambda trial: trial.median or 0.0)
+        assert best.median
+        table.add_row(
+            str(case), backend, f"{mine[0].median:.1f}", f"{best.median:.1f}", f"{mine[0].median / best.median:.2f}x",
+            tune.differences(best.config, mine[0].config),
+        )  # fmt: skip
+    out.print(table)
+    for trial in trials:
+        if trial.note:
+            out.print(f"{trial.backend} {trial.case} {trial.config}: {trial.note}", markup=False, highlight=False)
+    if wrong:
         raise typer.Exit(1)
 
 

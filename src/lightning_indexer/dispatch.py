@@ -6,7 +6,7 @@ Nothing here touches a device or imports a kernel, so the whole table can be que
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +37,9 @@ class Backend(Protocol):
 
     def prepare(self, problem: Problem, arch: Arch) -> Run:
         """Everything that depends on the facts alone (tile sizes, the kernel), done once; the result is cached."""
+
+    def candidates(self, problem: Problem, arch: Arch) -> Sequence[tuple[object, Run]]:
+        """Tile configs worth measuring on this problem, each with its run; the heuristic's own first."""
 
 
 _BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CudaSm90(), TritonPortable(), TorchBlocked())}

@@ -124,6 +124,42 @@ def test_extreme_starts_of_compressed_logits(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads", [32, 128])
+def test_operands_that_are_views(backend, heads, device):
+    """Rows of q apart, heads of a row apart, odd strides of the weights, windows that start at any address."""
+    rows, keys = 61, 700
+    _gate(backend, Problem(rows, keys, heads, 128), device)
+    q, (k, kv_scale), weights, ks, ke = _call((rows, keys, heads, 128), device, "misaligned")
+
+    def inside(tensor: torch.Tensor, shape: tuple[int, ...], start: int) -> torch.Tensor:
+        """The same values as a view into a larger tensor, ``start`` elements from its beginning."""
+        bits = tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
+        buffer = torch.full((start + torch.Size(shape).numel(),), 77, dtype=bits.dtype, device=device)
+        view = buffer[start:].view(shape)[tuple(slice(0, side) for side in bits.shape)]
+        view.copy_(bits)
+        return view.view(tensor.dtype)
+
+    wide_q = inside(q, (rows, heads, 144), 0)
+    spaced_q = inside(q, (rows, heads + 3, 128), 16)
+    others = (
+        (inside(k, (keys, 160), 32), inside(kv_scale, (keys,), 3)),
+        inside(weights, (rows, heads + 5), 1), inside(ks, (rows,), 1), inside(ke, (rows,), 3),
+    )  # fmt: skip
+    for moved in (wide_q, spaced_q):
+        logits = fp8_mqa_logits(moved, *others, backend=backend)
+        _assert_equals_reference(logits, q, (k, kv_scale), weights, ks, ke)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", ["causal", "multi_req", "empty"])
+def test_more_row_blocks_than_the_schedule_prices_one_by_one(backend, window, device):
+    shape = (9001, 9100, 128, 32)  # cuda-sm90: 4501 row blocks, 2048 prices
+    _gate(backend, Problem(*shape), device)
+    call = _call(shape, device, window)
+    _assert_equals_reference(fp8_mqa_logits(*call, backend=backend), *call)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_zeros_are_positive(backend, device):
     shape = (8, 300, 32, 64)
     _gate(backend, Problem(*shape), device)

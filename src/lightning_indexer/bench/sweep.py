@@ -102,7 +102,7 @@ def run(plan: Plan, peers: list[Peer], device: torch.device) -> Iterator[Row]:
         width = compressed_width(ks, ke, case.s_k) if case.form == "compressed" else 0
         positions = positions_in_windows(ks, ke, case.s_k)
         work = (positions, flop(case.heads, case.head_dim, positions), _bytes_moved(case, inputs, positions))
-        check = _RefCheck(case, inputs, ks, ke, width)
+        check = RefCheck(case, inputs, ks, ke, width)
         for backend in plan.backends:
             reason, call = _own_call(case, inputs, ks, ke, width, backend)
             yield _row(case, backend, work, reason, call, check, device, plan.budget_ms)
@@ -130,7 +130,7 @@ def _row(
     work: tuple[int, int, int],
     reason: str | None,
     call: Callable[[], torch.Tensor],
-    check: _RefCheck,
+    check: RefCheck,
     device: torch.device,
     budget_ms: float,
 ) -> Row:
@@ -153,7 +153,7 @@ def _bytes_moved(case: Case, inputs: Inputs, positions: int) -> int:
     return read + written * case.out_dtype.itemsize
 
 
-class _RefCheck:
+class RefCheck:
     """The oracle on a sample of rows of one case, shared by its contenders."""
 
     def __init__(self, case: Case, inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor, width: int) -> None:

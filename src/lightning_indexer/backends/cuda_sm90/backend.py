@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.cuda_sm90.config import PAIRS, THREADS, TILE_KEYS, KernelConfig, heuristic
+from lightning_indexer.backends.cuda_sm90.config import (
+    PAIRS,
+    THREADS,
+    TILE_KEYS,
+    KernelConfig,
+    heuristic,
+    neighbours,
+)
 from lightning_indexer.backends.gate import unsupported_shape
 from lightning_indexer.problem import Operands, Problem
 from lightning_indexer.toolchain import nvrtc
@@ -42,6 +49,9 @@ class CudaSm90:
     def prepare(self, problem: Problem, arch: Arch) -> Launch:
         return Launch(problem, heuristic(problem, arch))
 
+    def candidates(self, problem: Problem, arch: Arch) -> list[tuple[object, Launch]]:
+        return [(config, Launch(problem, config)) for config in neighbours(problem, arch)]
+
 
 class Launch:
     """The kernel for one problem; called with the tensors, it runs on the current stream."""
@@ -62,7 +72,8 @@ class Launch:
                 return self(operands, out)
         kernel = self.kernels.get(device) or self._load(device)
         q, k, kv_scale, weights, ks, ke = operands
-        layout = (q.data_ptr(), k.data_ptr(), q.stride(), k.stride())
+        q_stride = q.stride()
+        layout = (q.data_ptr(), k.data_ptr(), q_stride, k.stride())
         maps = self.maps.get(layout) or self._encode(layout)
         try:
             room = self.rooms.pop()
@@ -70,8 +81,9 @@ class Launch:
             room = _Room()
         _PARAMETERS.pack_into(
             room.buffer, 0, maps[1], maps[3], room.arguments,
+            layout[0] if q_stride[1] == self.config.head_dim else 0,
             kv_scale.data_ptr(), weights.data_ptr(), ks.data_ptr(), ke.data_ptr(), out.data_ptr(),
-            weights.stride(0), out.stride(0), self.rows, self.keys, self.width, self.config.enter_cost,
+            q_stride[0], weights.stride(0), out.stride(0), self.rows, self.keys, self.width, self.config.enter_cost,
         )  # fmt: skip
         # The driver copies what the pointers point to before it returns.
         status = kernel(ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)), room.parameters, None)
@@ -99,7 +111,7 @@ class Launch:
 MAX_MAPS = 1024
 # Pointers to the two tensor maps and to the arguments, then struct Arguments of plan.cuh.
 _POINTERS = struct.Struct("<3Q")
-_PARAMETERS = struct.Struct("<3Q 5Q2q4i")
+_PARAMETERS = struct.Struct("<3Q 6Q3q4i")
 
 
 class _Room:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,7 +39,7 @@ class KernelConfig:
     ctas: int
     k_stages: int = 5
     q_stages: int = 2
-    enter_cost: int = 2
+    enter_cost: int = 1
 
     @property
     def name(self) -> str:
@@ -75,7 +75,18 @@ class KernelConfig:
 
 
 def heuristic(problem: Problem, arch: Arch) -> KernelConfig:
-    """Five key tiles a worker cover the latency of a load; the schedule inside the kernel does the rest."""
+    """Five key tiles a worker cover the latency of a load; the schedule inside the kernel does the rest.
+
+    Entering a row block costs about one tile, measured: docs/kernels/cuda_sm90.md.
+    """
     form = "compressed" if problem.compressed else "clean" if problem.clean_logits else "nocl"
     out = "f32" if problem.out_dtype is torch.float32 else "bf16"
     return KernelConfig(problem.heads, problem.head_dim, form, out, arch.units)
+
+
+def neighbours(problem: Problem, arch: Arch) -> list[KernelConfig]:
+    """What ``bench --tune`` measures: the heuristic's choice first, then those around it."""
+    chosen = heuristic(problem, arch)
+    others = [replace(chosen, enter_cost=cost) for cost in (0, 2, 3)]
+    others += [replace(chosen, k_stages=stages) for stages in (3, 4)]
+    return [chosen, *others]

@@ -45,6 +45,15 @@ struct Ahead {
   }
 };
 
+// Where the weight of a (row, head) pair lies. A lane of a math warp wants the 64 of its own rows: four at a time, next
+// to those of the three other lanes of its quad, so that no two lie in one bank.
+__device__ __forceinline__ int place_of_weight(int pair) {
+  const int row = pair / kHeads, head = pair % kHeads;
+  const int lane = kLanesPerRow == 1 ? row % 4 : row * 2 + head / 64;
+  const int i = kLanesPerRow == 1 ? row / 4 * kHeads + head : head % 64;
+  return i / 4 * 16 + lane * 4 + i % 4;
+}
+
 __device__ void produce(const Arguments& a, Worker& s, const Piece& piece, const ptx::TensorMap* q_map,
                         const ptx::TensorMap* k_map) {
   const int lane = threadIdx.x % 32;
@@ -118,7 +127,7 @@ __device__ void produce(const Arguments& a, Worker& s, const Piece& piece, const
       info.origin[lane] = kCompressed ? now.ks : 0;
     }
 #pragma unroll
-    for (int i = 0; i < kPairs / 32; ++i) s.weights[q_stage][i * 32 + lane] = now.weights[i];
+    for (int i = 0; i < kPairs / 32; ++i) s.weights[q_stage][place_of_weight(i * 32 + lane)] = now.weights[i];
     ptx::barrier_arrive(&s.q_full[q_stage]);
     if (lane == 0) {
 #pragma unroll 1
@@ -137,19 +146,18 @@ __device__ void produce(const Arguments& a, Worker& s, const Piece& piece, const
 
 // Small problems are all latency: while the pieces are found, the CTAs bring q, weights and the first keys into the L2
 // together, whoever will need them. After the windows, so that those do not queue behind. One warp calls it.
-__device__ void warm_l2(const Arguments& a, const ptx::TensorMap* q_map, const ptx::TensorMap* k_map) {
+__device__ void warm_l2(const Arguments& a, const ptx::TensorMap* k_map) {
   if (number_of_blocks(a) > kWorkers * gridDim.x) return;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int i = blockIdx.x; i < number_of_blocks(a); i += gridDim.x) {
-    if (lane == 0) {
+    const int row = i * kRows + lane;
+    if (lane < kRows && row < a.rows) {
+      if (a.q != nullptr) ptx::bulk_prefetch(a.q + row * a.q_stride, kHeads * kHeadDim);
 #pragma unroll
-      for (int r = 0; r < kRows; r += kRowsPerLoad) ptx::prefetch_5d(q_map, 0, 0, 0, i * kRows + r, 0);
-      if (i * kTileKeys < a.keys) ptx::prefetch_2d(k_map, 0, i * kTileKeys);
+      for (int h = 0; h < kHeads; h += 32) ptx::prefetch(a.weights + row * a.w_stride + h);
     }
-    const int row = i * kRows + lane % 8 * kRows / 8;
-    if (lane < 8 && row < a.rows)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(a.weights + row * a.w_stride + lane * 32 % kHeads));
+    if (lane == 0 && i * kTileKeys < a.keys) ptx::prefetch_2d(k_map, 0, i * kTileKeys);
   }
 }
 
@@ -256,7 +264,7 @@ __device__ __forceinline__ void store_tile(const Arguments& a, const RowBlock& i
                                            const float (&sum)[kRowsPerLane][kKeysPerLane],
                                            const float (&scale)[kKeysPerLane]) {
   const int tile_key = key - my.key;
-  const bool whole = tile_key >= info.inner_lo && tile_key + kTileKeys <= info.inner_hi;
+  const bool whole = (tile_key >= info.inner_lo) & (tile_key + kTileKeys <= info.inner_hi);
 #pragma unroll
   for (int r = 0; r < kRowsPerLane; ++r) {
     const int row = my.row + 4 * r;
@@ -269,7 +277,7 @@ __device__ __forceinline__ void store_tile(const Arguments& a, const RowBlock& i
       float value = fmaf(sum[r][e], scale[e], 0.0f);  // + 0.0 turns -0.0 into +0.0
       bool write = true;
       if (!whole) {
-        const bool inside = n >= info.lo[row] && n < info.hi[row];
+        const bool inside = (n >= info.lo[row]) & (n < info.hi[row]);
         if constexpr (kClean) {
           if (!inside) value = -__int_as_float(0x7F800000);
           write = n < a.keys && info.first_row + row < a.rows;
@@ -292,59 +300,72 @@ __device__ void multiply(const Arguments& a, Worker& s) {
   const uint64_t k_tiles = ptx::matrix_descriptor<kHeadDim>(s.k[0]);
   int k_stage = 0, k_parity = 0;
   bool k_ready = false;
+  // Of the tile whose sums are not stored yet.
+  const RowBlock* info = &s.block[0];
+  uint64_t* k_empty = nullptr;
+  Out* out = nullptr;
+  int key = 0;
+  float sum[kRowsPerLane][kKeysPerLane], scale[kKeysPerLane];
+  float w[kPairs / 4];  // weights of this lane's rows, in the order of its columns
+  float d[kPairs / 2];
+
+  // S [64 keys, 256 pairs] = K tile x Q^T, left running
+  const auto multiply_tile = [&](uint64_t q_tile) {
+    if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 32; ++step) {  // 32 bytes further along the rows: 2 units of 16
+      ptx::wgmma_m64n256k32(d, k_tiles + k_stage * (kTileKeys * kHeadDim / 16) + 2 * step, q_tile + 2 * step,
+                            step != 0);
+    }
+    ptx::wgmma_commit();
+  };
+  const auto store_last = [&]() {
+    if (lane == 0) ptx::barrier_arrive(k_empty);
+    if constexpr (kStoreLater) store_tile(a, *info, out, my, key, sum, scale);
+  };
+  const auto sum_tile = [&]() {
+#pragma unroll
+    for (int e = 0; e < kKeysPerLane; ++e) {
+      scale[e] = key + 8 * e < a.keys ? 0x1p25f * __ldg(a.kv_scale + key + 8 * e) : 0.0f;
+    }
+    k_empty = &s.k_empty[k_stage];
+    if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
+    k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
+    ptx::wgmma_wait_all();
+    sum_heads(d, w, my.half, sum);
+    if constexpr (!kStoreLater) store_tile(a, *info, out, my, key, sum, scale);
+  };
+
   for (int q_count = 0;; ++q_count) {
     const int q_stage = q_count % kQStages;
     ptx::barrier_wait(&s.q_full[q_stage], q_count / kQStages & 1);
-    const RowBlock& info = s.block[q_stage];
-    const int tiles = uniform(info.tiles);
-    if (tiles == 0) return;
-
-    float w[kPairs / 4];  // of this lane's rows, in the order of its columns
-#pragma unroll
-    for (int j = 0; j < kPairs / 8; ++j) {
-      const int row = my.row + j / kJPerRow * 4, head = my.half * (kHeads / kLanesPerRow) + j % kJPerRow * 2;
-      const float2 pair = *reinterpret_cast<const float2*>(&s.weights[q_stage][row * kHeads + head]);
-      w[2 * j] = pair.x, w[2 * j + 1] = pair.y;
-    }
+    const int tiles = uniform(s.block[q_stage].tiles);
+    if (tiles == 0) break;
     const uint64_t q_tile = ptx::matrix_descriptor<kHeadDim>(s.q[q_stage]);
-    Out* out = a.out + (info.first_row + my.row) * a.out_stride - info.origin[my.row];
-    int key = info.first_key + my.key;
-    float sum[kRowsPerLane][kKeysPerLane], scale[kKeysPerLane];
-    uint64_t* k_empty = nullptr;  // of the tile before
-
-    for (int i = 0; i < tiles; ++i, key += kTileKeys) {
-      if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
-
-      // ---- S [64 keys, 256 pairs] = K tile x Q^T ----
-      float d[kPairs / 2];
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kHeadDim / 32; ++step) {  // 32 bytes further along the rows: 2 units of 16
-        ptx::wgmma_m64n256k32(d, k_tiles + k_stage * (kTileKeys * kHeadDim / 16) + 2 * step, q_tile + 2 * step,
-                              step != 0);
-      }
-      ptx::wgmma_commit();
-
-      // ---- in its shadow: the last tile's stores, this tile's scales, a look at the next stage ----
-      if (i > 0) {
-        if (lane == 0) ptx::barrier_arrive(k_empty);
-        if constexpr (kStoreLater) store_tile(a, info, out, my, key - kTileKeys, sum, scale);
-      }
-#pragma unroll
-      for (int e = 0; e < kKeysPerLane; ++e) {
-        scale[e] = key + 8 * e < a.keys ? 0x1p25f * __ldg(a.kv_scale + key + 8 * e) : 0.0f;
-      }
-      k_empty = &s.k_empty[k_stage];
-      if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
-      k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
-
-      ptx::wgmma_wait_all();
-      sum_heads(d, w, my.half, sum);
-      if constexpr (!kStoreLater) store_tile(a, info, out, my, key, sum, scale);
+    multiply_tile(q_tile);
+    if (q_count > 0) {
+      store_last();
+      ptx::barrier_arrive(&s.q_empty[(q_count - 1) % kQStages]);
     }
-    if (lane == 0) ptx::barrier_arrive(k_empty);
-    if constexpr (kStoreLater) store_tile(a, info, out, my, key - kTileKeys, sum, scale);
-    ptx::barrier_arrive(&s.q_empty[q_stage]);
+    info = &s.block[q_stage];
+    out = a.out + (info->first_row + my.row) * a.out_stride - info->origin[my.row];
+    key = info->first_key + my.key;
+#pragma unroll
+    for (int i = 0; i < kPairs / 4; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(&s.weights[q_stage][4 * i + lane % 4 * 4]);
+      w[i] = four.x, w[i + 1] = four.y, w[i + 2] = four.z, w[i + 3] = four.w;
+    }
+    sum_tile();
+    for (int i = 1; i < tiles; ++i) {
+      multiply_tile(q_tile);
+      store_last();
+      key += kTileKeys;
+      sum_tile();
+    }
+  }
+  if constexpr (kStoreLater) {
+    if (k_empty != nullptr) store_tile(a, *info, out, my, key, sum, scale);
   }
 }
 
@@ -400,7 +421,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ptx::barrier_init_fence();
     }
     __syncwarp();
-    if (other == kWorkers) warm_l2(a, &q_map, &k_map);
+    if (other == kWorkers) warm_l2(a, &k_map);
     all_here();
     if constexpr (kClean) fill(a, s, other - kWorkers);
   }

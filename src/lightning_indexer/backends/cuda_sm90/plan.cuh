@@ -74,12 +74,13 @@ struct Shared {
 static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py's shared_bytes");
 
 struct Arguments {
+  const unsigned char* q;  // for a prefetch; null where the heads of a row are not contiguous
   const float* kv_scale;
   const float* weights;
   const int* ks;
   const int* ke;
   Out* out;
-  long long w_stride, out_stride;
+  long long q_stride, w_stride, out_stride;
   int rows, keys, width;
   int enter_cost;  // of a row block, in tiles: its q, weights and windows must arrive
 };

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.torch_blocked.config import BlockConfig, heuristic
+from lightning_indexer.backends.torch_blocked.config import BlockConfig, heuristic, neighbours
 from lightning_indexer.problem import Operands, Problem
 
 
@@ -32,6 +32,9 @@ class TorchBlocked:
 
     def prepare(self, problem: Problem, arch: Arch) -> Callable[[Operands, torch.Tensor], None]:
         return functools.partial(_run, problem, heuristic(problem, arch))
+
+    def candidates(self, problem: Problem, arch: Arch) -> list[tuple[object, Callable[[Operands, torch.Tensor], None]]]:
+        return [(config, functools.partial(_run, problem, config)) for config in neighbours(problem, arch)]
 
 
 @torch.no_grad()

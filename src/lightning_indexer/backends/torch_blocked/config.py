@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.problem import Problem
@@ -24,3 +24,11 @@ def heuristic(problem: Problem, arch: Arch) -> BlockConfig:
     else:
         score_rows, block_keys, panel_keys = 16384, 4096, 262144
     return BlockConfig(max(1, min(problem.rows, score_rows // problem.heads)), block_keys, panel_keys)
+
+
+def neighbours(problem: Problem, arch: Arch) -> list[BlockConfig]:
+    """What ``bench --tune`` measures: the heuristic's choice first, then those around it."""
+    chosen = heuristic(problem, arch)
+    others = [replace(chosen, block_rows=rows) for rows in (max(1, chosen.block_rows // 2), 2 * chosen.block_rows)]
+    others += [replace(chosen, block_keys=keys) for keys in (chosen.block_keys // 2, 2 * chosen.block_keys)]
+    return [chosen, *(config for config in dict.fromkeys(others) if config != chosen)]

@@ -12,7 +12,7 @@ import torch
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.gate import unsupported_shape
-from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic
+from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic, neighbours
 from lightning_indexer.problem import Operands, Problem
 
 HEADS = (8, 16, 32, 64, 128)
@@ -35,6 +35,9 @@ class TritonPortable:
 
     def prepare(self, problem: Problem, arch: Arch) -> Launch:
         return Launch(problem, arch, heuristic(problem, arch))
+
+    def candidates(self, problem: Problem, arch: Arch) -> list[tuple[object, Launch]]:
+        return [(config, Launch(problem, arch, config)) for config in neighbours(problem, arch)]
 
 
 class Launch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.problem import Problem
@@ -46,3 +46,13 @@ def _chunk(problem: Problem, arch: Arch) -> int:
             break
         chunk //= 2
     return chunk
+
+
+def neighbours(problem: Problem, arch: Arch) -> list[TileConfig]:
+    """What ``bench --tune`` measures: the heuristic's choice first, then those around it."""
+    chosen = heuristic(problem, arch)
+    others = [replace(chosen, chunk=chosen.chunk * factor // 4) for factor in (2, 8) if chosen.chunk >= 512]
+    others += [replace(chosen, block=block, chunk=max(chosen.chunk, block)) for block in (32, 64, 128)]
+    others += [replace(chosen, num_warps=warps) for warps in (2, 8)]
+    others += [replace(chosen, num_stages=stages) for stages in (2, 4)]
+    return [chosen, *(config for config in dict.fromkeys(others) if config != chosen)]
