@@ -47,6 +47,11 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
+def rocm_path() -> str | None:
+    """Where ROCm's own ``ROCM_PATH`` says that it is installed, or None."""
+    return value("ROCM_PATH")
+
+
 def unknown() -> list[str]:
     """``LIGHTNING_INDEXER_*`` variables that are set and that nothing reads: most likely a typing slip."""
     return sorted(name for name in os.environ if name.startswith("LIGHTNING_INDEXER_") and name not in KNOWN)
