@@ -12,17 +12,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_indexer import envs
 from lightning_indexer.toolchain import cache
+from lightning_indexer.toolchain.built import Built, CompileError
 from lightning_indexer.toolchain.code_object import CodeObject
 
-
-class CompileError(RuntimeError):
-    """The compiler, assembler or linker refused its input; the message holds what it said."""
+# One input for both compilers, so neither ROCm's headers nor its device library; -fno-discard-value-names keeps the
+# names of kernel arguments in the metadata.
+_FLAGS = ("-std=c++17", "-O3", "-nogpuinc", "-nogpulib", "-fno-discard-value-names")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,43 @@ def tools() -> Tools:
 def version() -> str:
     """First line of what the compiler says of itself, e.g. ``clang version 22.1.8``."""
     return _run((*tools().clang, "--version"), "clang --version").splitlines()[0].strip()
+
+
+def compile_hip(source: Path, arch: str, macros: Mapping[str, str | int], flags: Sequence[str] = ()) -> Built:
+    """Compiles a HIP source that holds one kernel, from the disk cache where it is there.
+
+    The key: the source, every ``.h`` and ``.hip`` beside it, the macros, the flags and the compiler's version.
+
+    Args:
+        source: the .hip file; its folder is the include path.
+        arch: e.g. ``gfx950``.
+        macros: the compile-time configuration.
+        flags: for clang, after the common ones.
+
+    Raises:
+        CompileError: with the compiler's message, or how to install one.
+        CodeObjectError: the source holds no kernel, or several.
+    """
+    neighbours = sorted({*source.parent.glob("*.h"), *source.parent.glob("*.hip"), source})
+    text = b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in neighbours)
+    key = ("hip", text, source.name, arch, repr(sorted(macros.items())), repr((_FLAGS, *flags)), version())
+    return Built.from_bytes(cache.get_or_build(key, ".amd", lambda: _compile(source, arch, macros, flags).to_bytes()))
+
+
+def _compile(source: Path, arch: str, macros: Mapping[str, str | int], flags: Sequence[str]) -> Built:
+    what = f"{source.name} for {arch} with {dict(macros)}"
+    with tempfile.TemporaryDirectory(prefix="lightning-indexer-") as folder:
+        text = Path(folder, "kernel.s")
+        command = [*tools().clang, "-x", "hip", f"--offload-arch={arch}", "--cuda-device-only", *_FLAGS, *flags]
+        command += [f"-D{name}={value}" for name, value in macros.items()]
+        _run([*command, "-I", str(source.parent), "-S", str(source), "-o", str(text)], what)
+        isa = text.read_text()
+    code_object = CodeObject(_assemble(isa, arch))
+    info = code_object.kernel()
+    names = tuple(
+        argument.name.removesuffix(".coerce") for argument in info.arguments if not argument.kind.startswith("hidden_")
+    )
+    return Built(code_object, info.name, isa, 0, "hip", version(), names)
 
 
 def assemble(asm_text: str, arch: str) -> CodeObject:
