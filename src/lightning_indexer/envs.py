@@ -47,6 +47,12 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
+def for_process(**changes: str | None) -> dict[str, str]:
+    """The environment for a process that the library starts: this one's with ``changes``, where None removes."""
+    kept = {name: text for name, text in os.environ.items() if name not in changes}
+    return kept | {name: text for name, text in changes.items() if text is not None}
+
+
 def rocm_path() -> str | None:
     """Where ROCm's own ``ROCM_PATH`` says that it is installed, or None."""
     return value("ROCM_PATH")
