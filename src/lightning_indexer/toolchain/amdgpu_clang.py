@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning_indexer import envs
 from lightning_indexer.toolchain import cache
-from lightning_indexer.toolchain.built import Built, CompileError
+from lightning_indexer.toolchain.built import Built, CompileError, get_or_build
 from lightning_indexer.toolchain.code_object import CodeObject
 
 # One input for both compilers, so neither ROCm's headers nor its device library; -fno-discard-value-names keeps the
@@ -76,7 +76,7 @@ def compile_hip(source: Path, arch: str, macros: Mapping[str, str | int], flags:
     neighbours = sorted({*source.parent.glob("*.h"), *source.parent.glob("*.hip"), source})
     text = b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in neighbours)
     key = ("hip", text, source.name, arch, repr(sorted(macros.items())), repr((_FLAGS, *flags)), version())
-    return Built.from_bytes(cache.get_or_build(key, ".amd", lambda: _compile(source, arch, macros, flags).to_bytes()))
+    return get_or_build(key, lambda: _compile(source, arch, macros, flags))
 
 
 def _compile(source: Path, arch: str, macros: Mapping[str, str | int], flags: Sequence[str]) -> Built:

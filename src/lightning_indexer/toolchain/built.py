@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from lightning_indexer import envs
+from lightning_indexer.toolchain import cache
 from lightning_indexer.toolchain.code_object import CodeObject, KernelInfo, Resources
 from lightning_indexer.toolchain.occupancy import waves_per_simd
 
@@ -69,4 +72,13 @@ class Built:
         return Built(CodeObject(elf), **facts)
 
 
+def get_or_build(key: tuple[str | bytes, ...], build: Callable[[], Built]) -> Built:
+    """The kernel of ``key`` that this process has already, else the one on disk, else ``build()``."""
+    known = (envs.cache_dir(), *key)
+    if known not in _BUILT:
+        _BUILT[known] = Built.from_bytes(cache.get_or_build(key, ".amd", lambda: build().to_bytes()))
+    return _BUILT[known]
+
+
+_BUILT: dict[tuple[Any, ...], Built] = {}
 _FACTS = ("kernel", "isa", "dynamic_lds", "source", "compiler", "argument_names")

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_indexer import envs
-from lightning_indexer.toolchain import amdgpu_clang, cache
-from lightning_indexer.toolchain.built import Built, CompileError
+from lightning_indexer.toolchain import amdgpu_clang
+from lightning_indexer.toolchain.built import Built, CompileError, get_or_build
 from lightning_indexer.toolchain.code_object import CodeObject
 
 
@@ -59,12 +59,12 @@ def compile_flydsl(factory: str, parameters: Mapping[str, Any], arch: str) -> Bu
     compiler = f"FlyDSL {metadata.version('flydsl')}"
     key = ("flydsl", text, factory, json.dumps(parameters, sort_keys=True), arch, compiler)
 
-    def build() -> bytes:
+    def build() -> Built:
         elf, isa = _compile(factory, parameters, arch)
         code_object = CodeObject(elf)
-        return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler).to_bytes()
+        return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler)
 
-    return Built.from_bytes(cache.get_or_build(key, ".amd", build))
+    return get_or_build(key, build)
 
 
 def _compile(factory: str, parameters: Mapping[str, Any], arch: str) -> tuple[bytes, str]:

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_indexer.toolchain import cache
-from lightning_indexer.toolchain.built import Built, CompileError
+from lightning_indexer.toolchain.built import Built, CompileError, get_or_build
 from lightning_indexer.toolchain.code_object import CodeObject
 
 
@@ -97,7 +96,7 @@ def compile_triton(
     variables = sorted(get_cache_invalidating_env_vars().items())
     key = (language, source.hash(), arch, repr(sorted(options.items())), repr(variables), compiler)
 
-    def build() -> bytes:
+    def build() -> Built:
         what = f"{jit_fn.__name__} for {arch} with {dict(constexprs)}, {dict(options)}"
         try:
             kernel = triton.compile(source, target=_target(arch), options=dict(options))
@@ -112,9 +111,9 @@ def compile_triton(
         return Built(
             CodeObject(kernel.asm["hsaco"]), metadata.name, kernel.asm["amdgcn"], metadata.shared,
             "gluon" if gluon else "triton", compiler, names,
-        ).to_bytes()  # fmt: skip
+        )  # fmt: skip
 
-    return Built.from_bytes(cache.get_or_build(key, ".amd", build))
+    return get_or_build(key, build)
 
 
 def _target(arch: str) -> Any:

@@ -1,0 +1,116 @@
+"""Kernels run in the simulator, on tensors in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_indexer import sim
+from lightning_indexer.arch import assume
+from lightning_indexer.launcher.arguments import Value, explicit_arguments, hidden_arguments, pack_arguments
+from lightning_indexer.launcher.base import Grid, three
+from lightning_indexer.toolchain.built import Built
+from lightning_indexer.toolchain.code_object import CodeObject
+
+if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
+
+
+class SimLauncher:
+    """Simulates every launch; a memory fault raises ``sim.SimulationFault``.
+
+    Kernels may touch, of each tensor argument, the bytes from its first to its last element, and nothing else.
+
+    Attributes:
+        options: how the simulator runs.
+        reports: what it counted, a launch each.
+    """
+
+    def __init__(self, options: sim.Options | None = None) -> None:
+        """Raises ModuleNotFoundError where the simulator's packages are missing; it says what to install."""
+        if (reason := sim.missing()) is not None:
+            raise ModuleNotFoundError(reason)
+        self.options = options or sim.Options()
+        self.reports: list[sim.Report] = []
+        # Decoding a kernel takes longer than a small launch of it.
+        self._simulators: dict[tuple[CodeObject, str], sim.Simulator] = {}
+
+    def launch(
+        self,
+        built: Built,
+        grid: Grid,
+        block: int | Grid,
+        arguments: Sequence[Value],
+        stream: int | None = None,
+        *,
+        outputs: Collection[str] | None = None,
+    ) -> None:
+        """As ``Launcher.launch``; returns when the kernel has ended."""
+        info, memory = built.info, sim.Memory()
+        packed = pack_arguments(info, arguments)
+        for name, value in zip(_names(built), arguments, strict=False):
+            if isinstance(value, torch.Tensor):
+                memory.register(name, _bytes_of(name, value), writable=outputs is None or name in outputs)
+        key = (built.code_object, built.kernel)
+        if key not in self._simulators:
+            self._simulators[key] = sim.Simulator(built.code_object, built.kernel, self.options)
+        sizes = three(block)
+        segment = hidden_arguments(info, packed, grid, sizes, built.dynamic_lds)
+        report = self._simulators[key].launch(grid, sizes, segment, memory, built.dynamic_lds)
+        self.reports.append(report)
+
+
+@contextlib.contextmanager
+def simulation(arch: str, options: sim.Options | None = None) -> Iterator[SimLauncher]:
+    """Inside, calls whose tensors are on the CPU run as on ``arch``, their kernels in the simulator.
+
+    Args:
+        arch: ``gfx942`` or ``gfx950``.
+        options: how the simulator runs.
+
+    Yields:
+        The launcher, whose ``reports`` grow with each launch.
+    """
+    launcher = SimLauncher(options)
+    token = _CURRENT.set(launcher)
+    try:
+        with assume(arch):
+            yield launcher
+    finally:
+        _CURRENT.reset(token)
+
+
+def current() -> SimLauncher | None:
+    """The launcher of the innermost ``simulation``, or None outside of one."""
+    return _CURRENT.get()
+
+
+@functools.cache
+def default() -> SimLauncher:
+    """The launcher of calls outside of ``simulation``: the arch is forced by the environment."""
+    return SimLauncher()
+
+
+_CURRENT: ContextVar[SimLauncher | None] = ContextVar("simulation", default=None)
+
+
+def _names(built: Built) -> tuple[str, ...]:
+    if built.argument_names:
+        return built.argument_names
+    return tuple(a.name or f"argument {index}" for index, a in enumerate(explicit_arguments(built.info)))
+
+
+def _bytes_of(name: str, tensor: torch.Tensor) -> NDArray[numpy.uint8]:
+    """The memory from a tensor's first to its last element, as an array that shares it."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, expected one on the CPU: the launch is simulated")
+    if tensor.numel() == 0:
+        return tensor.new_empty(0, dtype=torch.uint8).numpy()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,)).view(torch.uint8).numpy()
