@@ -29,7 +29,7 @@ def lds_limit(arch: str) -> int | None:
 
 
 def waves_per_simd(arch: str, vgpr: int, sgpr: int, lds: int, waves: int) -> int | None:
-    """Waves of one SIMD, for workgroups of ``waves`` waves that have ``lds`` bytes each.
+    """Waves of the fullest SIMD, for workgroups of ``waves`` waves that have ``lds`` bytes each; LLVM's "Occupancy".
 
     Returns:
         At least 1 for anything that fits; 0 where one workgroup's LDS or registers do not fit; None on an arch
@@ -46,5 +46,5 @@ def waves_per_simd(arch: str, vgpr: int, sgpr: int, lds: int, waves: int) -> int
         return 0
     if lds:
         groups = limit.size // (-(-lds // limit.granule) * limit.granule)
-        resident = min(resident, max(1, groups * waves // SIMDS))
+        resident = min(resident, -(-groups * waves // SIMDS))
     return resident
