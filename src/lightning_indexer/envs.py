@@ -47,6 +47,11 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
+def stop_triton_interpreter() -> None:
+    """Takes ``TRITON_INTERPRET`` from this process, whose Triton then compiles; in time only before it is imported."""
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
 def for_process(**changes: str | None) -> dict[str, str]:
     """The environment for a process that the library starts: this one's with ``changes``, where None removes."""
     kept = {name: text for name, text in os.environ.items() if name not in changes}
