@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,7 @@ from lightning_indexer.cli_common import err, out
 from lightning_indexer.toolchain.built import CompileError
 
 if TYPE_CHECKING:
-    from lightning_indexer.bench.simulated import SimulatedOutcome
+    from lightning_indexer.bench.simulated import SimulatedCase, SimulatedOutcome
 
 ArchOption = Annotated[str, typer.Option(help="gfx942 or gfx950; no such device is needed.")]
 
@@ -49,6 +50,9 @@ def verify(
         arch.name, backends, windows=windows or WINDOWS, heads=heads or (32, 64), head_dims=head_dims or (64, 128),
         seed=seed,
     )  # fmt: skip
+    cases, refused = _supported(cases, arch)
+    if not cases:
+        raise typer.BadParameter("; ".join(refused) or "no case is left", param_hint="--arch")
     started = time.perf_counter()
     outcomes: list[SimulatedOutcome] = []
     with common.progress() as progress, _compile_errors():
@@ -59,6 +63,8 @@ def verify(
             if outcome.faults:
                 progress.console.print(f"FAIL {outcome.case}: {outcome.faults}", markup=False, soft_wrap=True)
     good = _print_outcomes(outcomes, backends, arch, time.perf_counter() - started)
+    for reason, count in refused.items():
+        out.print(f"not supported by {reason}: {count} cases", markup=False, highlight=False)
     if not good:
         raise typer.Exit(1)
 
@@ -139,6 +145,19 @@ def _amd_backends(names: Sequence[str] | None, arch: Arch) -> list[dispatch.AmdB
 
 def _with_kernels() -> list[dispatch.AmdBackend]:
     return [backend for backend in dispatch.backends() if isinstance(backend, dispatch.AmdBackend)]
+
+
+def _supported(cases: Sequence[SimulatedCase], arch: Arch) -> tuple[list[SimulatedCase], Counter[str]]:
+    """The cases that their backends' gates admit, and how many each reason keeps out."""
+    admitted, refused = [], Counter[str]()
+    for case in cases:
+        problem = case.case.problem(case.case.s_k if case.case.form == "compressed" else 0)
+        reason = dispatch.get(case.backend).supports(problem, arch)
+        if reason is None:
+            admitted.append(case)
+        else:
+            refused[f"{case.backend}: {reason}"] += 1
+    return admitted, refused
 
 
 def _print_outcomes(outcomes: Sequence[SimulatedOutcome], backends: Sequence[str], arch: Arch, seconds: float) -> bool:
