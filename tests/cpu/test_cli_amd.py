@@ -46,6 +46,7 @@ def outcomes(monkeypatch) -> SimpleNamespace:
             yield SimulatedOutcome(case, record.fault(case), 1e-9, 1000, 0.01, 0.1)
 
     monkeypatch.setattr(simulated, "run", fake)
+    monkeypatch.setattr(sim, "missing", lambda: None)
     return record
 
 

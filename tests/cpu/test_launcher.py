@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_indexer import Arch
+from lightning_indexer import Arch, sim
 from lightning_indexer.arch import arch_of, assume
 from lightning_indexer.launcher import hip as hip_launcher
 from lightning_indexer.launcher import launcher_for, pack_arguments, simulates, simulation
@@ -239,6 +239,13 @@ def test_hip_python_missing_is_said_with_its_command():
 # Which launcher runs a call
 
 
+@pytest.fixture
+def _simulator(monkeypatch):
+    """The launcher alone: it is made where the decoder cannot be installed too (Python 3.10)."""
+    monkeypatch.setattr(sim, "missing", lambda: None)
+
+
+@pytest.mark.usefixtures("_simulator")
 def test_simulation_forces_its_arch_and_gives_its_launcher(monkeypatch):
     monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "sm90")
     cpu = torch.device("cpu")
@@ -255,6 +262,7 @@ def test_simulation_forces_its_arch_and_gives_its_launcher(monkeypatch):
     assert launcher_for(cpu) is launcher_for(cpu)
 
 
+@pytest.mark.usefixtures("_simulator")
 def test_simulation_ends_with_an_error_too():
     with pytest.raises(KeyError), simulation("gfx942"):
         raise KeyError
@@ -264,6 +272,7 @@ def test_simulation_ends_with_an_error_too():
     assert launcher_for(torch.device("cpu")) is launcher_for(torch.device("cpu"))
 
 
+@pytest.mark.usefixtures("_simulator")
 def test_what_is_simulated(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     gfx950, sm90, cpu = (Arch.parse(name) for name in ("gfx950", "sm90", "cpu"))
@@ -281,4 +290,11 @@ def test_assume_is_undone():
         with assume("sm100"):
             assert arch_of("cpu").name == "sm100"
         assert arch_of("cpu").name == "gfx942"
+    assert arch_of("cpu").name == "cpu"
+
+
+def test_what_the_simulator_lacks_is_said(monkeypatch):
+    monkeypatch.setattr(sim, "missing", lambda: "the simulator needs tinygrad: pip install it")
+    with pytest.raises(ModuleNotFoundError, match="the simulator needs tinygrad: pip install it"), simulation("gfx950"):
+        pass
     assert arch_of("cpu").name == "cpu"
