@@ -118,9 +118,9 @@ class Lds:
             lane, byte = np.argwhere(state & _UNWRITTEN)[0]
             address = int(at[lane] + byte)
             w.fault(ins, f"LDS read of byte {address:#x}, which nothing has written", int(lane), address)
-        lane, byte = np.argwhere(state & 0x7F & ~(1 << wave))[0]
+        lane, byte = np.argwhere(state & (0x7F ^ 1 << wave))[0]
         address = int(at[lane] + byte)
-        writer = int(state[lane, byte] & 0x7F & ~(1 << wave)).bit_length() - 1
+        writer = int(state[lane, byte] & (0x7F ^ 1 << wave)).bit_length() - 1
         w.fault(
             ins, f"LDS race: byte {address:#x} was written by wave {writer} and no barrier lies between",
             int(lane), address,
@@ -129,7 +129,7 @@ class Lds:
     def _check_write(self, w: Wave, ins: Instruction, at: Lanes, width: int, data: Lanes) -> None:
         """A race unless the bytes in question already hold what is written."""
         places = self._bytes(at, width)
-        others = (self.state[places] | self.readers[places]) & 0x7F & ~(1 << w.index % 7)
+        others = (self.state[places] | self.readers[places]) & (0x7F ^ 1 << w.index % 7)
         new = np.ascontiguousarray(data).view(np.uint8).reshape(len(places), width)
         wrong = np.argwhere((others != 0) & (self.data[places] != new))
         if len(wrong):
