@@ -89,7 +89,7 @@ def find_global(name: str) -> Operation | None:
             return Operation(dtype, _FUNCTIONS[verb.removesuffix(float_name)])
     signed = verb in ("SMIN", "SMAX")
     plain = {"SMIN": "MIN", "SMAX": "MAX", "UMIN": "MIN", "UMAX": "MAX"}.get(verb, verb)
-    if plain not in _FUNCTIONS or plain in ("MIN", "MAX", "RSUB", "WRXCHG", "CMPST") and plain == verb:
+    if plain not in _FUNCTIONS or (plain in ("MIN", "MAX", "RSUB", "WRXCHG", "CMPST") and plain == verb):
         return None
     unsigned_dtype, signed_dtype = (np.uint64, np.int64) if wide else (np.uint32, np.int32)
     return Operation(signed_dtype if signed else unsigned_dtype, _FUNCTIONS[plain])

@@ -1,8 +1,9 @@
-"""Buffer instructions (MUBUF) on raw buffers: a base, a size, and 32-bit offsets.
+"""Buffer instructions (MUBUF): a base, a size, and 32-bit offsets that are checked against the size.
 
-A lane's offset is ``vaddr`` (offen) + the instruction's 12 bits, in 32 bits that wrap; it is compared with the size
-in bytes (num_records) before ``soffset`` is added. Loads outside give 0, stores outside are dropped, dword by dword.
-So a buffer reaches 4 GiB, and 2 GiB where a compiler computes offsets as signed numbers.
+Raw (no idxen): a lane's offset, ``vaddr`` (offen) plus the instruction's 12 bits, does not wrap; with the bytes of the
+access it must be within num_records, in bytes. ``soffset`` is added to the address after the check. Structured (idxen):
+the lane's index must be below num_records, in strides. Loads outside give 0, stores outside are dropped, dword by
+dword. So a raw buffer reaches 4 GiB, and 2 GiB where a compiler computes offsets as signed numbers.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ class RawBuffer:
     def __init__(self, ins: Instruction, e: Emitter) -> None:
         self.ins = ins
         self.resource, self.offset = ins.bits("srsrc"), ins.bits("offset")
-        self.vector = ins.bits("vaddr") - VGPR0 if ins.bits("offen") else None
-        if ins.bits("idxen"):
-            raise unknown(ins, "idxen", e.program.name)
+        first = ins.bits("vaddr") - VGPR0
+        self.index = first if ins.bits("idxen") else None
+        self.vector = first + ins.bits("idxen") if ins.bits("offen") else None
         e.use_sgpr(self.resource, 4)
-        if self.vector is not None:
-            e.use_vgpr(self.vector)
+        for register in (self.index, self.vector):
+            if register is not None:
+                e.use_vgpr(register)
         number = ins.bits("soffset")
         self.scalar = number if number < 128 else None
         if self.scalar is not None:
@@ -51,18 +53,28 @@ class RawBuffer:
 
     def __call__(self, w: Wave, width: int) -> tuple[Lanes, Lanes, Lanes]:
         """Of the active lanes: addresses, whether all their bytes are inside, and the lanes' numbers."""
-        if w.S[self.resource + 1] >> 16 & 0x3FFF or w.S[self.resource + 1] >> 31:
-            w.fault(self.ins, "a buffer with a stride or swizzle is not modelled")
+        word = w.S[self.resource + 1]
+        if word >> 31:
+            w.fault(self.ins, "a swizzled buffer is not modelled")
         lanes = LANE if w.em is True else np.flatnonzero(w.em)
         if self.vector is None:
             offsets = np.full(len(lanes), self.offset, np.int64)
         else:
-            offsets = (w.v[self.vector][lanes].astype(np.int64) + self.offset) & 0xFFFFFFFF
-        inside = offsets <= w.S[self.resource + 2] - width
+            offsets = w.v[self.vector][lanes].astype(np.int64) + self.offset
+        if self.index is None:
+            inside = offsets <= w.S[self.resource + 2] - width
+        else:
+            stride, index = word >> 16 & 0x3FFF, w.v[self.index][lanes].astype(np.int64)
+            if stride == 0:
+                w.fault(self.ins, "an index into a buffer without a stride is not modelled")
+            inside = index < w.S[self.resource + 2]
+            offsets += index * stride
         return (offsets + self._base(w)).view(np.uint64), inside, lanes
 
-    def inside(self, w: Wave, addresses: Lanes, width: int, start: int) -> Lanes:
-        """Whether ``width`` bytes from ``start`` on in each lane's element are inside."""
+    def inside(self, w: Wave, addresses: Lanes, whole: Lanes, width: int, start: int) -> Lanes:
+        """Whether ``width`` bytes from ``start`` on are inside in each lane; ``whole``: whether all its bytes are."""
+        if self.index is not None:
+            return whole
         inside: Lanes = addresses.view(np.int64) - self._base(w) + start <= w.S[self.resource + 2] - width
         return inside
 
@@ -82,8 +94,8 @@ class Load(VectorMemory):
         element = self._element(w, inside)
         parts = []
         for start in range(0, self.width, element):
-            inside = self.buffer.inside(w, addresses, element, start)
-            parts.append((self.places(w, "load", addresses[inside] + np.uint64(start), element), inside))
+            part = self.buffer.inside(w, addresses, inside, element, start)
+            parts.append((self.places(w, "load", addresses[part] + np.uint64(start), element), part))
         self.issue(w, parts, element, len(lanes), w.em)
 
     def _element(self, w: Wave, inside: Lanes) -> int:
@@ -148,9 +160,9 @@ class Store(VectorMemory):
         words = data.view(ELEMENTS[element]).reshape(len(data), -1)
         parts = []
         for index in range(words.shape[1]):
-            inside = self.buffer.inside(w, addresses, element, element * index)
-            at = addresses[inside] + np.uint64(element * index)
-            parts.append((self.places(w, "store", at, element), words[inside, index]))
+            part = self.buffer.inside(w, addresses, inside, element, element * index)
+            at = addresses[part] + np.uint64(element * index)
+            parts.append((self.places(w, "store", at, element), words[part, index]))
         self.issue(w, parts, element)
 
     def commit(self, w: Wave, entry: Entry) -> None:

@@ -49,6 +49,44 @@ def _formats(e: Emitter, ins: Instruction) -> Float8:
     return float8(e.program.arch, "BF8" if "BF8" in ins.name else "FP8")
 
 
+def _scale(e: Emitter, ins: Instruction, index: int) -> str:
+    """2 to the unbiased exponent of a float32 operand, in float64."""
+    return f"SCALE8[{e.vector(ins, f'src{index}', 'u')} >> N23 & N255]"
+
+
+def _from_scaled(e: Emitter, ins: Instruction) -> None:
+    """Two bytes, of the half that op_sel chooses, to float32, times a power of two."""
+    _plain(e, ins, opsel=1)
+    if e.program.arch != "gfx950":
+        raise unknown(ins, "only gfx950 has scaled conversions", e.program.name)
+    table = e.const(_formats(e, ins).values)
+    start = 2 * (ins.bits("opsel") & 1)
+    name, scale = e.temporary(), e.temporary()
+    e.line(f"{name} = {table}[{e.vector(ins, 'src0', 'u')}.view(uint8).reshape(64, 4)[:, {start}:{start + 2}]]")
+    e.line(f"{scale} = {_scale(e, ins, 1)}")
+    number = ins.bits("vdst") - VGPR0
+    for index in range(2):
+        e.put(number + index, "f", f"({name}[:, {index}] * {scale}).astype(float32)")
+
+
+def _to_scaled(e: Emitter, ins: Instruction) -> None:
+    """Two float32, divided by a power of two, to two bytes in the half that op_sel chooses."""
+    from lightning_indexer.sim.valu import source
+
+    _plain(e, ins, opsel=8)
+    if e.program.arch != "gfx950":
+        raise unknown(ins, "only gfx950 has scaled conversions", e.program.name)
+    encode = e.const(_formats(e, ins).encode)
+    scale = e.temporary()
+    e.line(f"{scale} = {_scale(e, ins, 2)}")
+    low, high = (f"{encode}({source(e, ins, index, 'f')} / {scale})" for index in range(2))
+    number = ins.bits("vdst") - VGPR0
+    if ins.bits("opsel") & 8:
+        e.put(number, "h", f"pack_bytes({low}, {high})", high=True)
+    else:
+        e.put_low(number, f"pack_bytes({low}, {high})")
+
+
 def _plain(e: Emitter, ins: Instruction, opsel: int = 0) -> None:
     from lightning_indexer.sim.valu import check_modifiers, modifiers
 
@@ -123,6 +161,10 @@ EMIT: dict[str, Callable[[Emitter, Instruction], None]] = {
     "CVT_PK_F32_BF8": _from_float8,
     "CVT_PK_FP8_F32": _to_float8,
     "CVT_PK_BF8_F32": _to_float8,
+    "CVT_SCALEF32_PK_F32_FP8": _from_scaled,
+    "CVT_SCALEF32_PK_F32_BF8": _from_scaled,
+    "CVT_SCALEF32_PK_FP8_F32": _to_scaled,
+    "CVT_SCALEF32_PK_BF8_F32": _to_scaled,
     "CVT_SR_FP8_F32": _stochastic_float8,
     "CVT_SR_BF8_F32": _stochastic_float8,
 }

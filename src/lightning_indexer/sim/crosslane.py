@@ -98,8 +98,6 @@ def dpp_mask(e: Emitter, ins: Instruction) -> str | None:
 
 def store_sdwa(e: Emitter, ins: Instruction, number: int, kind: str, expression: str) -> None:
     """Writes the part of the destination that SDWA selects; the rest is zero, sign or kept."""
-    if ins.bits("omod"):
-        raise unknown(ins, "an output multiplier (omod)", e.program.name)
     selector, unused = ins.bits("dst_sel"), ins.bits("dst_unused")
     narrow = kind in "hse"
     text = expression.replace("{o}", "")

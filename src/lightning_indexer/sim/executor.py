@@ -121,7 +121,9 @@ class Launch:
         if min(self.grid) < 1 or min(self.block) < 1:
             raise ValueError(f"grid and block: got {self.grid} and {self.block}, expected at least one of each")
         if self.items > info.max_workgroup:
-            raise SimulationFault(f"{self.items} work-items in a workgroup of at most {info.max_workgroup}", kernel=name)
+            raise SimulationFault(
+                f"{self.items} work-items in a workgroup of at most {info.max_workgroup}", kernel=name
+            )
         if lds_bytes > _LDS_LIMIT[self.program.arch]:
             raise SimulationFault(f"{lds_bytes} bytes of LDS of {_LDS_LIMIT[self.program.arch]}", kernel=name)
         if len(kernarg) < info.kernarg_bytes:
@@ -182,7 +184,11 @@ class Launch:
             registers += [workgroup[axis] for axis in range(3) if descriptor.rsrc2 >> 7 + axis & 1]
             wave.S[: len(registers)] = registers
             item = np.arange(64 * index, 64 * index + 64)
-            x, y, z = item % self.block[0], item // self.block[0] % self.block[1], item // (self.block[0] * self.block[1])
+            x, y, z = (
+                item % self.block[0],
+                item // self.block[0] % self.block[1],
+                item // (self.block[0] * self.block[1]),
+            )
             # gfx90a and later pack the three numbers into one register.
             wave.v[0][:] = x | y << 10 | z << 20
         self.waves_run += len(self.waves)

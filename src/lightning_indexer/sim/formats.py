@@ -78,9 +78,7 @@ def _float8(name: str, mantissa: int, bias: int, fnuz: bool, infinite: bool) -> 
 def float8(arch: str, kind: str) -> Float8:
     """``kind`` is ``FP8`` (e4m3) or ``BF8`` (e5m2), in the dialect of ``arch``."""
     if arch == "gfx942":
-        return (
-            _float8("e4m3fnuz", 3, 8, True, False) if kind == "FP8" else _float8("e5m2fnuz", 2, 16, True, False)
-        )
+        return _float8("e4m3fnuz", 3, 8, True, False) if kind == "FP8" else _float8("e5m2fnuz", 2, 16, True, False)
     return _float8("e4m3fn", 3, 7, False, False) if kind == "FP8" else _float8("e5m2", 2, 15, False, True)
 
 

@@ -111,7 +111,7 @@ K64, KI64, KD = _Splat64(uint64), _Splat64(int64), _Splat64(float64)
 masks = _Masks()
 
 N7, N15, N31, N255, NLOW16 = (frozen(np.full(64, n, uint32)) for n in (7, 15, 31, 255, 0xFFFF))
-N16, N24, N8 = (frozen(np.full(64, n, uint32)) for n in (16, 24, 8))
+N8, N16, N23, N24 = (frozen(np.full(64, n, uint32)) for n in (8, 16, 23, 24))
 N24BIT = frozen(np.full(64, 0xFFFFFF, uint32))
 N1 = frozen(np.full(64, 1, uint32))
 # For v_mbcnt: the lanes below each lane, among the first 32 and among the last 32.
@@ -170,39 +170,60 @@ def halves(low: Lanes, high: Lanes) -> Lanes:
 
 # Of +0 and -0, max takes +0 and min takes -0; numpy's may take either, and takes the other one with operands swapped
 # or always the same one. The bitwise combination of both orders is right in both cases and changes nothing else.
+# In IEEE mode a signalling NaN operand makes the result NaN; a quiet one is passed over.
+_QUIET = {2: (uint16, 0x0200), 4: (uint32, 0x0040_0000), 8: (uint64, 0x0008_0000_0000_0000)}
+
+
+def _select(a: Lanes, b: Lanes, function: Any, combine: Any) -> Lanes:
+    raw, quiet = _QUIET[a.dtype.itemsize]
+    result: Lanes = combine(function(a, b).view(raw), function(b, a).view(raw)).view(a.dtype)
+    total = a + b
+    if np.count_nonzero(total != total):
+        for operand in (b, a):
+            bits = operand.view(raw)
+            signalling = isnan(operand) & (bits & raw(quiet) == 0)
+            result = where(signalling, (bits | raw(quiet)).view(a.dtype), result)
+    return result
+
+
 def max_f32(a: Lanes, b: Lanes) -> Lanes:
-    return (fmax(a, b).view(uint32) & fmax(b, a).view(uint32)).view(float32)
+    return _select(a, b, fmax, bitwise_and)
 
 
 def min_f32(a: Lanes, b: Lanes) -> Lanes:
-    return (fmin(a, b).view(uint32) | fmin(b, a).view(uint32)).view(float32)
+    return _select(a, b, fmin, bitwise_or)
 
 
-def max_f16(a: Lanes, b: Lanes) -> Lanes:
-    return (fmax(a, b).view(uint16) & fmax(b, a).view(uint16)).view(float16)
+max_f16 = max_f64 = max_f32
+min_f16 = min_f64 = min_f32
 
 
-def min_f16(a: Lanes, b: Lanes) -> Lanes:
-    return (fmin(a, b).view(uint16) | fmin(b, a).view(uint16)).view(float16)
+def relu(value: Lanes) -> Lanes:
+    """The maximum with +0. Adding +0 makes -0 positive."""
+    if np.count_nonzero(value != value):
+        return max_f32(value, ZERO)
+    return add(fmax(value, ZERO), ZERO)
 
 
-def max_f64(a: Lanes, b: Lanes) -> Lanes:
-    return (fmax(a, b).view(uint64) & fmax(b, a).view(uint64)).view(float64)
+def quieted(value: Lanes) -> Lanes:
+    """The maximum of a value with itself."""
+    return max_f32(value, value) if np.count_nonzero(value != value) else value
 
 
-def min_f64(a: Lanes, b: Lanes) -> Lanes:
-    return (fmin(a, b).view(uint64) | fmin(b, a).view(uint64)).view(float64)
+def _propagate(a: Lanes, b: Lanes, c: Lanes, result: Lanes) -> Lanes:
+    return where(isnan(a) | isnan(b) | isnan(c), a.dtype.type("nan"), result)
 
 
 def maximum3_f32(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     """NaN where any operand is NaN, unlike max3."""
-    nan = isnan(a) | isnan(b) | isnan(c)
-    return where(nan, float32("nan"), max_f32(max_f32(a, b), c))
+    return _propagate(a, b, c, max_f32(max_f32(a, b), c))
 
 
 def minimum3_f32(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
-    nan = isnan(a) | isnan(b) | isnan(c)
-    return where(nan, float32("nan"), min_f32(min_f32(a, b), c))
+    return _propagate(a, b, c, min_f32(min_f32(a, b), c))
+
+
+maximum3_f16, minimum3_f16 = maximum3_f32, minimum3_f32
 
 
 def med3_f32(a: Lanes, b: Lanes, c: Lanes) -> Lanes:

@@ -6,7 +6,8 @@ Layouts, from AMD's CDNA3 and CDNA4 documents:
   0 to 3 hold 16 values of the first half of K, registers 4 to 7 of the second (tested on gfx950 by ROCm's
   composable_kernel, test/mx_mfma_op); 4-bit ones in one run of 32.
 - C and D, 32x32: register ``r`` of lane ``l`` is row ``8 * (r // 4) + 4 * (l // 32) + r % 4``, column ``l % 32``;
-  16x16: row ``4 * (l // 16) + r``, column ``l % 16``. Several blocks follow each other in registers.
+  16x16: row ``4 * (l // 16) + r``, column ``l % 16``; several such blocks follow each other in registers. 4x4: row
+  ``r``, column ``l % 4`` of block ``l // 4``.
 - Scales of f8f6f4: one E8M0 byte for 32 values of k: that of lane ``l`` is for row ``l % M`` and k from
   ``32 * (l // M)`` on; op_sel chooses the byte of the scale register.
 
@@ -84,7 +85,7 @@ class Mfma:
         scaled, out, size, _, depth, blocks, kinds = match.groups()
         arch = e.program.arch
         self.size, self.depth, self.blocks = int(size), int(depth), int(blocks or 1)
-        if out == "F64" or self.size == 4:
+        if out == "F64":
             raise unknown(ins, "not modelled", e.program.name)
         f8f6f4 = kinds == "F8F6F4"
         if arch == "gfx942" and (f8f6f4 or f"{size}X{size}X{depth}_{kinds}" in _GFX950):
@@ -157,11 +158,14 @@ class Mfma:
             product = a[0] @ b[0].T
         else:
             product = np.matmul(a, b.transpose(0, 2, 1))
-        # [block, 8-row group, half, row in 4, column] -> registers [block, group, row in 4], lanes [half, column]
         size = self.size
-        halves = 64 // size
-        shaped = product.reshape(self.blocks, size // 4 // halves, halves, 4, size).transpose(0, 1, 3, 2, 4)
-        result = shaped.reshape(self.registers, 64)
+        if size == 4:  # registers [row], lanes [block, column]
+            result = product.transpose(1, 0, 2).reshape(4, 64)
+        else:
+            # [block, group of rows, part, row in 4, column] -> registers [block, group, row in 4], lanes [part, column]
+            parts = 64 // size
+            shaped = product.reshape(self.blocks, size // 4 // parts, parts, 4, size).transpose(0, 1, 3, 2, 4)
+            result = shaped.reshape(self.registers, 64)
         registers = slice(self.first, self.first + self.registers)
         if self.integer:
             total = result.astype(np.int64)

@@ -32,6 +32,8 @@ _HALVES = {
     "PK_MUL_F16": ("ee", "{0} * {1}"),
     "PK_MIN_F16": ("ee", "min_f16({0}, {1})"),
     "PK_MAX_F16": ("ee", "max_f16({0}, {1})"),
+    "PK_MINIMUM3_F16": ("eee", "minimum3_f16({0}, {1}, {2})"),
+    "PK_MAXIMUM3_F16": ("eee", "maximum3_f16({0}, {1}, {2})"),
 }
 _DOTS = {
     "DOT4_I32_I8": ("i", "add(dot4({0}, {1}, int8).astype(int32), {2}{o})"),

@@ -12,7 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_indexer.sim import bits, buffer, compare, control, formats, lanes, lds, mfma, packed, salu, smem, valu, vmem
+from lightning_indexer.sim import (
+    bits,
+    buffer,
+    compare,
+    control,
+    formats,
+    lanes,
+    lds,
+    mfma,
+    packed,
+    salu,
+    smem,
+    valu,
+    vmem,
+)
 from lightning_indexer.sim.decode import Instruction, decode
 from lightning_indexer.sim.emit import Emitter, unknown
 from lightning_indexer.sim.errors import UnknownOpcode
@@ -121,7 +135,7 @@ class Program:
         head = ["w.counts[%d] += 1" % block.counter, "v = w.v; f = w.f; i = w.i; S = w.S"]
         if not full:
             head.append("em = w.em")
-        body = "\n ".join([f"def block(w):", *head, *emitter.lines])
+        body = "\n ".join(["def block(w):", *head, *emitter.lines])
         exec(compile(body, f"<{self.name} {pc:#x} {key}>", "exec"), self.namespace)
         function: Callable[[Any], int] = self.namespace.pop("block")
         (self.full if full else self.masked)[pc] = function

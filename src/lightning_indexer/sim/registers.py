@@ -52,7 +52,7 @@ def take_registers(w: Wave, number: int, width: int, mask: Any, high: bool = Fal
         return w.v[number].copy() if mask is True else w.v[number][mask]
     if width < 4:
         dtype = ELEMENTS[width]
-        start = (2 // width if high else 0)
+        start = 2 // width if high else 0
         values = w.v[number].view(dtype)[start :: 4 // width]
         return values.copy() if mask is True else values[mask]
     count = width // 4

@@ -44,7 +44,10 @@ def fill(launch: Launch) -> Report:
             inside = [program.instruction(pc) for pc in by_pc if edge.target <= pc < edge.stop]
             report.loops.append(
                 Loop(
-                    edge.target, edge.stop, trips, dict(Counter(ins.kind for ins in inside)),
+                    edge.target,
+                    edge.stop,
+                    trips,
+                    dict(Counter(ins.kind for ins in inside)),
                     sum(by_pc[ins.pc] for ins in inside),
                 )  # fmt: skip
             )

@@ -250,8 +250,7 @@ def modifiers(ins: Instruction, index: int) -> tuple[bool, bool]:
 
 def check_modifiers(e: Emitter, ins: Instruction, *, clamp: bool = False, opsel: int = 0) -> None:
     """Refuses output modifiers that the caller does not model; ``opsel``: the bits it does."""
-    if ins.bits("omod"):
-        raise unknown(ins, "an output multiplier (omod)", e.program.name)
+    # Output multipliers (omod) have no effect where denormals are kept, the one mode that is modelled.
     if ins.bits("clmp") and not clamp:
         raise unknown(ins, "clamp", e.program.name)
     if ins.bits("opsel") & ~opsel:
@@ -307,12 +306,11 @@ def _fast_max(e: Emitter, ins: Instruction, number: int) -> bool:
     second = "src1" if ins.has("src1") else "vsrc1"
     first = ins.bits("src0")
     if first == ins.bits(second):
-        e.put(number, "f", source(e, ins, 0, "f"))
+        e.put(number, "f", f"quieted({source(e, ins, 0, 'f')})")
         return True
     if first == 128 or ins.bits(second) == 128:
         value = source(e, ins, 1 if first == 128 else 0, "f")
-        # Adding +0 makes -0 positive, as the hardware's maximum of -0 and +0 is.
-        e.put(number, "f", f"add(fmax({value}, ZERO), ZERO{{o}})")
+        e.put(number, "f", f"relu({value})")
         return True
     return False
 
@@ -345,7 +343,7 @@ def _cndmask(e: Emitter, ins: Instruction) -> None:
     else:
         bits = e.scalar(ins, "src2", wide=True)
     target = f"{'v' if kind == 'u' else 'f'}[{number}]"
-    if e.full and ins.variant == "" or e.full and ins.variant == "LIT":
+    if (e.full and ins.variant == "") or (e.full and ins.variant == "LIT"):
         e.use_vgpr(number)
         if one == target:
             e.line(f"copyto({target}, {zero}, where=masks[{bits} ^ FULL])")

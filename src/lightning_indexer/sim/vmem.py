@@ -97,7 +97,10 @@ class VectorMemory:
     def _read_only(self, w: Wave, kind: str, buffer: Buffer, offsets: Lanes) -> None:
         address = buffer.base + int(offsets[0])
         w.fault(
-            self.ins, f"{kind} of {self.width} bytes at {address:#x} in {buffer.name}, which is read-only", None, address
+            self.ins,
+            f"{kind} of {self.width} bytes at {address:#x} in {buffer.name}, which is read-only",
+            None,
+            address,
         )
 
     def issue(self, w: Wave, *what: Any) -> None:
@@ -196,12 +199,14 @@ class LoadToLds(VectorMemory):
     def __init__(self, ins: Instruction, e: Emitter, width: int, addresses: Any, offset: int, element: int) -> None:
         super().__init__(ins, e, width)
         self.addresses, self.offset, self.element = addresses, offset, element
+        # Three dwords a lane leave a gap of one.
+        self.step = 16 if element == 12 else element
         e.use_sgpr(M0)
 
     def target(self, w: Wave, lanes: Any) -> Lanes:
         """LDS bytes of the active lanes."""
         start = (w.S[M0] & 0x3FFFF) + self.offset
-        at = start + LANE * self.element
+        at = start + LANE * self.step
         at = at if lanes is True else at[lanes]
         if len(at) and int(at[-1]) + self.element > w.lds.size:
             w.fault(
@@ -307,7 +312,7 @@ class Scratch(VectorMemory):
         else:
             at = (w.v[self.vector][lanes].astype(np.int64) + start) & 0xFFFFFFFF
         size = w.scratch.shape[1]
-        if len(at) and not (0 <= int(at.min()) and int(at.max()) + self.width <= size):
+        if len(at) and not (int(at.min()) >= 0 and int(at.max()) + self.width <= size):
             w.fault(self.ins, f"scratch access at byte {int(at.max())} of {size}", int(lanes[int(np.argmax(at))]))
         places = lanes * size + at
         if self.load:

@@ -14,7 +14,6 @@ from lightning_indexer.sim.lanes import FULL, LOW32, masks
 if TYPE_CHECKING:
     from lightning_indexer.sim.executor import Launch
     from lightning_indexer.sim.ldsmemory import Lds
-    from lightning_indexer.sim.memory import Memory
 
 # A quiet NaN that no kernel makes, and as an address far from any buffer.
 POISON = 0x7FFADBAD
@@ -128,9 +127,7 @@ class Wave:
             lane=lane, address=address,
         )  # fmt: skip
 
-    def memory_fault(
-        self, ins: Instruction, what: str, address: int, width: int, lane: int | None = None
-    ) -> NoReturn:
+    def memory_fault(self, ins: Instruction, what: str, address: int, width: int, lane: int | None = None) -> NoReturn:
         where = self.memory.where(address, width)
         self.fault(ins, f"{what} of {width} bytes at {address:#x} is outside every buffer: {where}", lane, address)
 
