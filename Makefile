@@ -10,7 +10,7 @@ CXX_FILES = $(wildcard src/lightning_indexer/backends/*/*.cuh src/lightning_inde
 help:
 	@echo "make demo    score a batch of requests, find planted keys, write demo.png (under a minute on two cores)"
 	@echo "make test    run every test that needs no GPU"
-	@echo "make verify-amd  AMD kernels against the reference, in the simulator (four minutes on two cores)"
+	@echo "make verify-amd  AMD kernels against the reference, in the simulator (about a minute on two cores)"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  ruff and clang-format, in place"
 	@echo "make install only make $(VENV)"

@@ -47,9 +47,8 @@ def verify(
     for name in windows or []:
         common.one_of("--window", name, WINDOWS)
     cases = simulated.sweep(
-        arch.name, backends, windows=windows or WINDOWS, heads=heads or (32, 64), head_dims=head_dims or (64, 128),
-        seed=seed,
-    )  # fmt: skip
+        arch.name, backends, windows=windows or WINDOWS, heads=heads, head_dims=head_dims, seed=seed
+    )
     cases, refused = _supported(cases, arch)
     if not cases:
         raise typer.BadParameter("; ".join(refused) or "no case is left", param_hint="--arch")

@@ -29,8 +29,12 @@ from lightning_indexer.problem import Operands
 from lightning_indexer.sim import Options, SimulationFault
 
 ARCHS = ("gfx942", "gfx950")
-# Few rows; an odd number of keys, and one that makes whole tiles. Windows of 5 rows include every kind of row.
+# Few rows; an odd number of keys, and one that makes whole tiles.
 SHAPES = ((5, 301), (8, 512))
+HEADS, HEAD_DIMS = (32, 64), (64, 128)
+# What else kernels may be built for, fewer cases of each, and the smallest shapes.
+OTHER_SIZES = ((8, 32), (16, 64), (128, 128), (32, 32))
+TINY_SHAPES = ((1, 1), (1, 17), (3, 130))
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
 
@@ -81,37 +85,43 @@ def sweep(
     backends: Sequence[str],
     *,
     windows: Sequence[str] = WINDOWS,
-    heads: Sequence[int] = (32, 64),
-    head_dims: Sequence[int] = (64, 128),
+    heads: Sequence[int] | None = None,
+    head_dims: Sequence[int] | None = None,
     seed: int = 0,
 ) -> list[SimulatedCase]:
     """The cases of one arch, those that share a kernel next to each other.
 
     Six windows x clean {1, 0} x heads x dims at two shapes, then compressed and bfloat16 results, a loop of many
-    tiles, and on gfx942 the four pairs of fp8 dialects.
+    tiles, and on gfx942 the four pairs of fp8 dialects; where heads and dims are left open, other ones and tiny shapes.
     """
     native = FNUZ if arch == "gfx942" else FN
     others = ((FN, FNUZ), (FNUZ, FN), (FNUZ, FNUZ)) if arch == "gfx942" else ()
     found: list[SimulatedCase] = []
 
     def add(
-        shape: tuple[int, int], h: int, d: int, names: Iterable[Window], form: Form, dtype: torch.dtype = torch.float32,
-        pair: tuple[torch.dtype, torch.dtype] = (FN, FN), chunk: int = 0,
+        backend: str, shape: tuple[int, int], h: int, d: int, names: Iterable[Window], form: Form,
+        dtype: torch.dtype = torch.float32, pair: tuple[torch.dtype, torch.dtype] = (FN, FN), chunk: int = 0,
     ) -> None:  # fmt: skip
         for window in names:
             if window in windows and window_applies(window, *shape):
                 case = Case(*shape, h, d, window, form, dtype)
                 found.append(SimulatedCase(arch, backend, case, *pair, chunk, seed + len(found)))
 
-    for backend, h, d in itertools.product(backends, heads, head_dims):
+    for backend, h, d in itertools.product(backends, heads or HEADS, head_dims or HEAD_DIMS):
         for shape in SHAPES:
-            add(shape, h, d, WINDOWS, "clean")
-            add(shape, h, d, WINDOWS, "noclean")
+            add(backend, shape, h, d, WINDOWS, "clean")
+            add(backend, shape, h, d, WINDOWS, "noclean")
         for pair in others:
-            add(SHAPES[0], h, d, ("misaligned", "multi_req"), "clean", pair=pair)
-        add(SHAPES[0], h, d, ("misaligned", "past_end"), "compressed", torch.bfloat16)
+            add(backend, SHAPES[0], h, d, ("misaligned", "multi_req"), "clean", pair=pair)
+        add(backend, SHAPES[0], h, d, ("misaligned", "past_end"), "compressed", torch.bfloat16)
         if backend == "triton-portable":
-            add((2, 1038), h, d, ("misaligned", "causal"), "clean", pair=(native, native), chunk=1024)
+            add(backend, (2, 1038), h, d, ("misaligned", "causal"), "clean", pair=(native, native), chunk=1024)
+    if not heads and not head_dims:
+        for backend in backends:
+            for h, d in OTHER_SIZES:
+                add(backend, SHAPES[0], h, d, ("misaligned", "empty"), "clean")
+            for shape in TINY_SHAPES:
+                add(backend, shape, 64, 128, WINDOWS, "clean")
     return found
 
 

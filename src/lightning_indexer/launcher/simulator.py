@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class SimLauncher:
     """Simulates every launch; a memory fault raises ``sim.SimulationFault``.
 
-    Kernels may touch, of each tensor argument, the bytes from its first to its last element, and nothing else.
+    Kernels may touch, of each tensor argument, the bytes from its first to its last element, and nothing else. They
+    see each tensor at an address of its own, 64 GiB from the next, so that no offset leads from one into another.
 
     Attributes:
         options: how the simulator runs.
@@ -53,10 +54,17 @@ class SimLauncher:
     ) -> None:
         """As ``Launcher.launch``; returns when the kernel has ended."""
         info, memory = built.info, sim.Memory()
-        packed = pack_arguments(info, arguments)
-        for name, value in zip(_names(built), arguments, strict=False):
+        given: list[Value] = []
+        for index, value in enumerate(arguments):
             if isinstance(value, torch.Tensor):
-                memory.register(name, _bytes_of(name, value), writable=outputs is None or name in outputs)
+                name = _name(built, index)
+                # The low bits are the tensor's own: kernels are compiled for their alignment.
+                address = (index + 1 << _SPACING) + value.data_ptr() % _PAGE
+                writable = outputs is None or name in outputs
+                given.append(memory.register(name, _bytes_of(name, value), address=address, writable=writable))
+            else:
+                given.append(value)
+        packed = pack_arguments(info, given)
         key = (built.code_object, built.kernel)
         if key not in self._simulators:
             self._simulators[key] = sim.Simulator(built.code_object, built.kernel, self.options)
@@ -100,10 +108,12 @@ def default() -> SimLauncher:
 _CURRENT: ContextVar[SimLauncher | None] = ContextVar("simulation", default=None)
 
 
-def _names(built: Built) -> tuple[str, ...]:
-    if built.argument_names:
-        return built.argument_names
-    return tuple(a.name or f"argument {index}" for index, a in enumerate(explicit_arguments(built.info)))
+_SPACING, _PAGE = 36, 2**16
+
+
+def _name(built: Built, index: int) -> str:
+    names = built.argument_names or tuple(argument.name for argument in explicit_arguments(built.info))
+    return (names[index] if index < len(names) else "") or f"argument {index}"
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> NDArray[numpy.uint8]:
