@@ -18,6 +18,7 @@ from lightning_indexer import dispatch
 from lightning_indexer.arch import Arch
 from lightning_indexer.bench.cases import FORMS, WINDOWS
 from lightning_indexer.cli_common import err, out
+from lightning_indexer.launcher.simulator import ARCHS
 from lightning_indexer.toolchain.built import CompileError
 
 if TYPE_CHECKING:
@@ -122,8 +123,6 @@ def disasm(
 
 
 def _amd_arch(name: str) -> Arch:
-    from lightning_indexer.bench.simulated import ARCHS
-
     return Arch.parse(common.one_of("--arch", name, ARCHS))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 KNOWN: dict[str, str] = {
     "LIGHTNING_INDEXER_BACKEND": "run this backend for calls that name none (see `lightning-indexer info`)",
-    "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch, e.g. gfx950",
+    "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch; gfx942 and gfx950 are simulated on the CPU",
     "LIGHTNING_INDEXER_CACHE_DIR": "keep compiled kernels here (default ~/.cache/lightning-indexer)",
 }
 

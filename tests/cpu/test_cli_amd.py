@@ -15,6 +15,7 @@ from lightning_indexer.backends.triton_portable.backend import TritonPortable
 from lightning_indexer.bench import simulated
 from lightning_indexer.bench.cases import WINDOWS, window_applies
 from lightning_indexer.bench.simulated import FN, FNUZ, SimulatedCase, SimulatedOutcome, make_simulated_inputs, sweep
+from lightning_indexer.launcher.simulator import ARCHS
 from lightning_indexer.toolchain.built import CompileError
 from lightning_indexer.toolchain.code_object import Resources
 
@@ -53,7 +54,7 @@ def outcomes(monkeypatch) -> SimpleNamespace:
 # The sweep
 
 
-@pytest.mark.parametrize("arch", simulated.ARCHS)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_the_sweep_holds_every_combination(arch):
     cases = sweep(arch, ["triton-portable"])
     found = {(c.case.window, c.case.form, c.case.heads, c.case.head_dim) for c in cases if not c.chunk}

@@ -1,4 +1,4 @@
-"""Kernel arguments as bytes, and the HIP launcher against a recorded double. The simulator's: tests/sim."""
+"""Kernel arguments as bytes, and the HIP launcher against a double. The simulator: tests/sim/test_simulated_launch.py."""
 
 from __future__ import annotations
 
@@ -267,8 +267,10 @@ def test_simulation_ends_with_an_error_too():
     with pytest.raises(KeyError), simulation("gfx942"):
         raise KeyError
     assert arch_of("cpu").name == "cpu"
-    with pytest.raises(ValueError, match="arch: got 'gfx000'"), simulation("gfx000"):
-        pass
+    for arch in ("gfx000", "gfx1201", "sm90"):
+        message = f"arch: got '{arch}', expected one of gfx942, gfx950"
+        with pytest.raises(ValueError, match=message), simulation(arch):
+            pass
     assert launcher_for(torch.device("cpu")) is launcher_for(torch.device("cpu"))
 
 

@@ -28,7 +28,6 @@ from lightning_indexer.launcher import simulation
 from lightning_indexer.problem import Operands
 from lightning_indexer.sim import Options, SimulationFault
 
-ARCHS = ("gfx942", "gfx950")
 # Few rows; an odd number of keys, and one that makes whole tiles.
 SHAPES = ((5, 301), (8, 512))
 HEADS, HEAD_DIMS = (32, 64), (64, 128)

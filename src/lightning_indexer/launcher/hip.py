@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import importlib.util
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -35,11 +34,13 @@ class HipLauncher:
     """
 
     def __init__(self, hip: Any = None) -> None:
-        """``hip``: the module ``hip.hip``, imported if None; ModuleNotFoundError says what to install."""
+        """``hip``: what ``from hip import hip`` gives, imported if None; ModuleNotFoundError says what to install."""
         if hip is None:
             if (reason := missing()) is not None:
                 raise ModuleNotFoundError(reason)
-            hip = importlib.import_module("hip.hip")
+            from hip import hip as runtime
+
+            hip = runtime
         self._hip = hip
         # The module is kept beside its function, which it owns.
         self._loaded: dict[tuple[int, CodeObject, str], tuple[Any, Any]] = {}

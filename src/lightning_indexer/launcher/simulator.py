@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+ARCHS = ("gfx942", "gfx950")
+
+
 class SimLauncher:
     """Simulates every launch; a memory fault raises ``sim.SimulationFault``.
 
@@ -53,6 +56,8 @@ class SimLauncher:
         outputs: Collection[str] | None = None,
     ) -> None:
         """As ``Launcher.launch``; returns when the kernel has ended."""
+        if built.code_object.arch not in ARCHS:
+            raise ValueError(f"got a kernel for {built.code_object.arch}; the simulator runs {' and '.join(ARCHS)}")
         info, memory = built.info, sim.Memory()
         given: list[Value] = []
         for index, value in enumerate(arguments):
@@ -84,7 +89,13 @@ def simulation(arch: str, options: sim.Options | None = None) -> Iterator[SimLau
 
     Yields:
         The launcher, whose ``reports`` grow with each launch.
+
+    Raises:
+        ValueError: another arch.
+        ModuleNotFoundError: the simulator's packages are missing; the message says what to install.
     """
+    if arch not in ARCHS:
+        raise ValueError(f"arch: got {arch!r}, expected one of {', '.join(ARCHS)}")
     launcher = SimLauncher(options)
     token = _CURRENT.set(launcher)
     try:

@@ -148,6 +148,14 @@ def test_a_tensor_elsewhere_is_refused(kernel):
         simulator.launch(kernel(2, "gfx950"), (1, 1, 1), 64, (torch.zeros(1, dtype=torch.uint8), meta, 0, 0))
 
 
+def test_other_archs_are_refused(kernel):
+    with (
+        simulation("gfx942") as simulator,
+        pytest.raises(ValueError, match="for gfx90a; the simulator runs gfx942"),
+    ):
+        simulator.launch(kernel(1, "gfx90a"), (1, 1, 1), 64, (torch.zeros(64, dtype=torch.int32),))
+
+
 def test_a_kernel_is_decoded_once(kernel):
     built, out = kernel(1, "gfx950"), torch.zeros(64, dtype=torch.int32)
     with simulation("gfx950") as simulator:
