@@ -1,4 +1,4 @@
-"""Kernel arguments as bytes, and the HIP launcher against a double. The simulator: tests/sim/test_simulated_launch.py."""
+"""Kernel arguments as bytes, and the HIP launcher against a double. The simulator: test_simulated_launch.py."""
 
 from __future__ import annotations
 
