@@ -14,7 +14,7 @@ import typer
 from rich.table import Column, Table
 
 from lightning_indexer import cli_common as common
-from lightning_indexer import dispatch
+from lightning_indexer import dispatch, sim
 from lightning_indexer.arch import Arch
 from lightning_indexer.bench.cases import FORMS, WINDOWS
 from lightning_indexer.cli_common import err, out
@@ -37,7 +37,6 @@ def verify(
     seed: int,
 ) -> None:
     """``verify --arch``: the sweep in the simulator; exit status 1 if any case fails."""
-    from lightning_indexer import sim
     from lightning_indexer.bench import simulated
 
     arch = _amd_arch(arch_name)
@@ -107,11 +106,15 @@ def disasm(
     backend: Annotated[str, typer.Option(help="The backend whose kernel to print.")] = "triton-portable",
     shape: Annotated[str, typer.Option(help="M,N,H,D: rows, keys, heads, head dim.")] = "4096,32768,64,128",
     form: Annotated[str, typer.Option(help=f"One of {', '.join(FORMS)}.")] = "clean",
+    addresses: Annotated[
+        bool, typer.Option("--addresses", help="Decoded from the code object instead, with the simulator's addresses.")
+    ] = False,
 ) -> None:
     """The machine code of an AMD kernel, as the assembly text that its compiler prints.
 
     Examples: `lightning-indexer disasm --arch gfx950`,
-    `lightning-indexer disasm --arch gfx942 --backend triton-portable --shape 4096,32768,32,128 --form noclean`
+    `lightning-indexer disasm --arch gfx942 --backend triton-portable --shape 4096,32768,32,128 --form noclean`,
+    `lightning-indexer disasm --arch gfx950 --addresses`
     """
     target = _amd_arch(arch)
     problem = common.problem(shape, form)
@@ -119,7 +122,14 @@ def disasm(
     if (reason := one.supports(problem, target)) is not None:
         raise typer.BadParameter(f"{one.name}: {reason}")
     with _compile_errors():
-        typer.echo(one.build(problem, target).isa)
+        built = one.build(problem, target)
+    if not addresses:
+        typer.echo(built.isa)
+        return
+    if (reason := sim.missing()) is not None:
+        raise typer.BadParameter(reason, param_hint="--addresses")
+    for pc, code, text in sim.listing(built.code_object, built.kernel):
+        typer.echo(f"{pc:#08x}  {code.hex():32}  {text}")
 
 
 def _amd_arch(name: str) -> Arch:

@@ -168,7 +168,9 @@ def built(monkeypatch) -> list[tuple[Problem, str]]:
     def build(self, problem, arch):
         asked.append((problem, arch.name))
         resources = Resources(256, 64, 48, 34304, 92, 22, 3, 2)
-        return SimpleNamespace(kernel=f"k{len(asked)}", resources=resources, compiler="Triton 9", isa="s_endpgm ; text")
+        return SimpleNamespace(
+            kernel=f"k{len(asked)}", resources=resources, compiler="Triton 9", isa="s_endpgm ; text", code_object=None
+        )
 
     monkeypatch.setattr(TritonPortable, "build", build)
     return asked
@@ -200,6 +202,16 @@ def test_disasm_prints_the_text(built):
     [(problem, arch)] = built
     assert (problem.rows, problem.keys, problem.heads, problem.head_dim, problem.max_seqlen_k) == (5, 6, 32, 64, 6)
     assert arch == "gfx950"
+
+
+def test_disasm_with_addresses_decodes_the_code_object(built, monkeypatch):
+    monkeypatch.setattr(sim, "missing", lambda: None)
+    lines = [(0x1A00, b"\x01\x02\x03\x04", "v_first"), (0x1A04, b"\0" * 8, "v_second")]
+    monkeypatch.setattr(sim, "listing", lambda code_object, kernel: iter(lines), raising=False)
+    result = run("disasm", "--arch", "gfx942", "--addresses")
+    assert result.text == "0x001a00 01020304 v_first 0x001a04 0000000000000000 v_second"
+    monkeypatch.setattr(sim, "missing", lambda: "the simulator needs tinygrad")
+    assert "the simulator needs tinygrad" in run("disasm", "--arch", "gfx942", "--addresses").text
 
 
 @pytest.mark.parametrize(
