@@ -102,7 +102,7 @@ def test_accumulation_registers_load_and_store(arch):
 def test_transposing_read(name, offset, options):
     """16 lanes read 64 bits each, which make rows of 16 elements; a lane gets one column.
 
-    CDNA4 ISA, "MFMA Transpose Load from LDS", says which K each 16 lanes get ready for the MFMA. Every lane has an address
+    CDNA4 ISA, "MFMA Transpose Load from LDS", says which K 16 lanes get ready for the MFMA. Every lane has an address
     of its own; EXEC has to be all ones.
     """
     bits = TRANSPOSES[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lightning_indexer.sim.snippet import run_snippet
 from semantics import (
     ARCHS,
     CARRY_LANES,
@@ -20,6 +19,8 @@ from semantics import (
     gfx950,
     normal,
 )
+
+from lightning_indexer.sim.snippet import run_snippet
 
 F32, F16 = np.float32, np.float16
 ONE, HALF = F32(1), F32(0.5)

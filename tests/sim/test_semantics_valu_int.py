@@ -68,9 +68,9 @@ def field(x: np.ndarray, offset: np.ndarray, width: np.ndarray) -> np.ndarray:
 
 
 def signed_field(x: np.ndarray, offset: np.ndarray, width: np.ndarray) -> np.ndarray:
-    found, count = field((x >> FIVE(offset)).view(U32), U32(0), width), FIVE(width)
-    sign = np.where(count > 0, U32(1) << ((count - 1) & 31), 0)
-    return ((found ^ sign) - sign).astype(U32).view(I32)
+    found, count = field((x >> FIVE(offset).view(I32)).view(U32), U32(0), width), FIVE(width)
+    sign = np.where(count > 0, U32(1) << FIVE(count - U32(1)), U32(0))
+    return ((found ^ sign) - sign).view(I32)
 
 
 def aligned(a: np.ndarray, b: np.ndarray, shift: np.ndarray) -> np.ndarray:
