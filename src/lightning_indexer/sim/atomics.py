@@ -24,7 +24,7 @@ class Operation:
 
     @property
     def width(self) -> int:
-        return np.dtype(self.dtype).itemsize
+        return int(np.dtype(self.dtype).itemsize)
 
     def run(self, window: Lanes, at: Lanes, data: list[Lanes]) -> Lanes:
         """Updates the elements at ``at`` of a byte window; returns what each lane found there."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy import int32, int64, uint8, uint16, uint32, uint64, where
 
-from lightning_indexer.sim.lanes import N31, Lanes, int32, int64, uint8, uint16, uint32, uint64, where
+from lightning_indexer.sim.lanes import N31, Lanes
 
 
 def mul_hi_u32(a: Lanes, b: Lanes) -> Lanes:
@@ -54,7 +55,7 @@ def count_sign(value: Lanes) -> Lanes:
 
 
 def permute_bytes(high: Lanes, low: Lanes, selector: Lanes) -> Lanes:
-    """v_perm_b32: bytes 0 to 3 from ``low``, 4 to 7 from ``high``, 8 to 11 signs of their halves, 12 zero, above 255."""
+    """v_perm_b32: selectors 0 to 3 are bytes of ``low``, 4 to 7 of ``high``, 8 to 11 signs, 12 zero, else 255."""
     table = np.empty((64, 16), uint8)
     table[:, 0:4] = low.view(uint8).reshape(64, 4)
     table[:, 4:8] = high.view(uint8).reshape(64, 4)

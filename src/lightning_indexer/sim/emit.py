@@ -111,8 +111,7 @@ class Emitter:
                 value = value | 0xFFFFFFFF00000000 if value >> 31 else value
             bits = 64 if wide else 32
             return f"({value - (1 << bits)})" if signed and value >> (bits - 1) else str(value)
-        special = self._special(ins, number)
-        return special
+        return self._special(ins, number)
 
     def sgpr(self, number: int, wide: bool = False, signed: bool = False) -> str:
         self.use_sgpr(number, 2 if wide else 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class SimulationFault(RuntimeError):
+class SimulationFault(RuntimeError):  # noqa: N818
     """A kernel did something that hardware would fault on, or whose result would depend on timing.
 
     Attributes:
@@ -41,5 +41,5 @@ class SimulationFault(RuntimeError):
         super().__init__(f"{message} [{', '.join(place)}]" if place else message)
 
 
-class UnknownOpcode(SimulationFault, NotImplementedError):
+class UnknownOpcode(SimulationFault, NotImplementedError):  # noqa: N818
     """An instruction, or one of its modifiers, that the simulator does not model; the message names it."""

@@ -184,11 +184,8 @@ class Launch:
             registers += [workgroup[axis] for axis in range(3) if descriptor.rsrc2 >> 7 + axis & 1]
             wave.S[: len(registers)] = registers
             item = np.arange(64 * index, 64 * index + 64)
-            x, y, z = (
-                item % self.block[0],
-                item // self.block[0] % self.block[1],
-                item // (self.block[0] * self.block[1]),
-            )
+            plane, x = np.divmod(item, self.block[0])
+            z, y = np.divmod(plane, self.block[1])
             # gfx90a and later pack the three numbers into one register.
             wave.v[0][:] = x | y << 10 | z << 20
         self.waves_run += len(self.waves)

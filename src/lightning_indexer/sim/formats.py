@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy import float32, float64, uint8, uint16, uint32, where
 from numpy.typing import NDArray
 
-from lightning_indexer.sim.lanes import Lanes, float32, float64, uint8, uint16, uint32, where
+from lightning_indexer.sim.lanes import Lanes
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,8 @@ class Lds:
 
     def touch(self, w: Wave, ins: Instruction, at: Lanes, width: int) -> None:
         """Atomics: ordered among themselves, so that they are no race; still a read of what must be written."""
-        if self.poison and np.count_nonzero(
-            self.state_windows[width][at].view(_STATE[width]) & _every_byte(width, 0x80)
-        ):
+        state = self.state_windows[width][at].view(_STATE[width]) if self.poison else 0
+        if np.count_nonzero(state & _every_byte(width, _UNWRITTEN)):
             self._read_fault(w, ins, at, width)
 
     def _bytes(self, at: Lanes, width: int) -> Lanes:

@@ -189,10 +189,8 @@ def _modifiers(ins: Instruction) -> list[str]:
     if "BITOP3" in ins.name:
         return [f"bitop3:{ins.bits('omod') << 6 | ins.bits('abs') << 3 | ins.bits('neg'):#x}"]
     if ins.format == "VOP3P" and ins.kind == "VALU" and "ACCVGPR" not in ins.name:
-        found += [
-            f"op_sel:{ins.bits('opsel'):03b}",
-            f"op_sel_hi:{ins.bits('opsel_hi') | ins.bits('opsel_hi2') << 2:03b}",
-        ]
+        high = ins.bits("opsel_hi") | ins.bits("opsel_hi2") << 2
+        found += [f"op_sel:{ins.bits('opsel'):03b}", f"op_sel_hi:{high:03b}"]
         found += [f"{name}:{ins.bits(name):03b}" for name in ("neg_hi",) if ins.bits(name)]
         return found + (["clamp"] if ins.bits("clmp") else [])
     if ins.format == "VOP3PX2":

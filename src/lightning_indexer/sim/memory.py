@@ -9,14 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Elements that one lane moves, by its bytes. Void and complex stand for "this many bytes": nothing computes on them.
-ELEMENTS = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8"), 12: np.dtype("V12"),
-            16: np.dtype("c16")}  # fmt: skip
+ELEMENTS: dict[int, Any] = {
+    1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8"), 12: np.dtype("V12"),
+    16: np.dtype("c16"),
+}  # fmt: skip
 
 
 def byte_windows(data: NDArray[np.uint8], width: int) -> NDArray[Any]:
     """A view whose element k is the ``width`` bytes from byte k on: loads and stores at any alignment."""
     element = ELEMENTS[width]
-    return np.ndarray((max(len(data) - width + 1, 0),), element, data, strides=(1,))
+    windows: NDArray[Any] = np.ndarray((max(len(data) - width + 1, 0),), element, data, strides=(1,))
+    return windows
 
 
 class Buffer:

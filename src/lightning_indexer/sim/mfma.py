@@ -154,10 +154,7 @@ class Mfma:
                 (matrix.reshape(shape) * scale(w)[:, :, None]).reshape(1, self.size, self.depth)
                 for matrix, scale in zip((a, b), self.scales, strict=True)
             )
-        if self.blocks == 1:
-            product = a[0] @ b[0].T
-        else:
-            product = np.matmul(a, b.transpose(0, 2, 1))
+        product = a[0] @ b[0].T if self.blocks == 1 else np.matmul(a, b.transpose(0, 2, 1))
         size = self.size
         if size == 4:  # registers [row], lanes [block, column]
             result = product.transpose(1, 0, 2).reshape(4, 64)

@@ -6,17 +6,21 @@ function takes a wave and returns the next pc, or END, or BARRIER with the pc le
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lightning_indexer.sim import (
     bits,
     buffer,
     compare,
     control,
+    floats,
     formats,
     lanes,
     lds,
@@ -26,7 +30,7 @@ from lightning_indexer.sim import (
     smem,
     valu,
     vmem,
-)
+)  # fmt: skip
 from lightning_indexer.sim.decode import Instruction, decode
 from lightning_indexer.sim.emit import Emitter, unknown
 from lightning_indexer.sim.errors import UnknownOpcode
@@ -93,13 +97,13 @@ class Program:
         self.masked: dict[int, Callable[[Any], int]] = {}
         self._decoded: dict[int, Instruction] = {}
         self._by_counter: dict[int, int] = {}
-        self.namespace: dict[str, Any] = {**vars(bits), **vars(formats), **vars(lanes), **_HELPERS}
+        self.namespace: dict[str, Any] = dict(_NAMES)
         self._bound: dict[Any, str] = {}
 
     def bind(self, value: Any) -> str:
         """A name for ``value`` in generated code; equal arrays of lanes share one."""
         name = f"c{len(self._bound)}"
-        key = (value.dtype.str, value.tobytes()) if isinstance(value, lanes.np.ndarray) else id(value)
+        key = (value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else id(value)
         known = self._bound.setdefault(key, name)
         if known == name:
             self.namespace[name] = value
@@ -132,7 +136,7 @@ class Program:
         key = "full" if full else "masked"
         block = Block(pc, tuple(instructions), self.counter())
         self.blocks.append(block)
-        head = ["w.counts[%d] += 1" % block.counter, "v = w.v; f = w.f; i = w.i; S = w.S"]
+        head = [f"w.counts[{block.counter}] += 1", "v = w.v; f = w.f; i = w.i; S = w.S"]
         if not full:
             head.append("em = w.em")
         body = "\n ".join(["def block(w):", *head, *emitter.lines])
@@ -226,7 +230,12 @@ class _Check:
         self._place()
 
 
-_HELPERS: dict[str, Any] = {"END": END, "BARRIER": BARRIER, **salu.HELPERS}
+# What generated code may name: numpy, and the helpers of these modules.
+_NAMES: dict[str, Any] = {
+    **{name: getattr(np, name) for name in np.__all__ if not hasattr(builtins, name)}, "np": np,
+    **vars(bits), **vars(floats), **vars(formats), **vars(lanes), **salu.HELPERS,
+    "END": END, "BARRIER": BARRIER, "__builtins__": builtins,
+}  # fmt: skip
 # The generator of each encoding.
 _FAMILIES: dict[str, Callable[[Emitter, Instruction], None]] = {
     "SOP1": salu.sop1, "SOP2": salu.sop2, "SOPC": salu.sopc, "SOPK": salu.sopk, "SOPP": control.sopp,

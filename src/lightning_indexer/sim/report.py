@@ -49,7 +49,7 @@ def fill(launch: Launch) -> Report:
                     trips,
                     dict(Counter(ins.kind for ins in inside)),
                     sum(by_pc[ins.pc] for ins in inside),
-                )  # fmt: skip
+                )
             )
     report.loops.sort(key=lambda loop: (loop.start, -loop.stop))
     return report

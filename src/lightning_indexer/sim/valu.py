@@ -1,9 +1,4 @@
-"""Vector arithmetic: VOP1, VOP2, VOP3. Each row: types of the result and the operands, and an expression.
-
-``{0} {1} {2}`` are the operands, ``{d}`` the old value of the destination (multiply-accumulate), ``{o}`` the place of
-numpy's output argument. Types are those of ``emit``; result types ``H`` and ``E`` are ``h`` and ``e`` that keep the
-upper half of the register.
-"""
+"""Vector arithmetic: VOP1, VOP2, VOP3. Most of it are the rows of ``valurows`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -11,182 +6,7 @@ from lightning_indexer.sim import compare, convert, crosslane
 from lightning_indexer.sim.decode import VCC, VGPR0, Instruction
 from lightning_indexer.sim.emit import Emitter, unknown
 from lightning_indexer.sim.salu import carry_register
-
-Row = tuple[str, str, str]
-
-INTEGER: dict[str, Row] = {
-    "MOV_B32": ("u", "u", "{0}"),
-    "MOV_B64": ("U", "U", "{0}"),
-    "NOT_B32": ("u", "u", "invert({0}{o})"),
-    "BFREV_B32": ("u", "u", "reverse({0})"),
-    "FFBH_U32": ("u", "u", "count_leading({0})"),
-    "FFBL_B32": ("u", "u", "count_trailing({0})"),
-    "FFBH_I32": ("u", "u", "count_sign({0})"),
-    "SAT_PK_U8_I16": ("h", "u", "pack_bytes(*({0}.view(int16).reshape(64, 2).clip(0, 255).T))"),
-    "PRNG_B32": ("u", "u", "({0} << N1) ^ (({0} >> N31) * uint32(197))"),
-    "ADD_U32": ("u", "uu", "add({0}, {1}{o})"),
-    "SUB_U32": ("u", "uu", "subtract({0}, {1}{o})"),
-    "SUBREV_U32": ("u", "uu", "subtract({1}, {0}{o})"),
-    "ADD_I32": ("u", "uu", "add({0}, {1}{o})"),
-    "SUB_I32": ("u", "uu", "subtract({0}, {1}{o})"),
-    "AND_B32": ("u", "uu", "bitwise_and({0}, {1}{o})"),
-    "OR_B32": ("u", "uu", "bitwise_or({0}, {1}{o})"),
-    "XOR_B32": ("u", "uu", "bitwise_xor({0}, {1}{o})"),
-    "XNOR_B32": ("u", "uu", "invert(bitwise_xor({0}, {1}){o})"),
-    "LSHLREV_B32": ("u", "nu", "left_shift({1}, {0}{o})"),
-    "LSHRREV_B32": ("u", "nu", "right_shift({1}, {0}{o})"),
-    "ASHRREV_I32": ("i", "ni", "right_shift({1}, {0}.view(int32){o})"),
-    "MIN_I32": ("i", "ii", "minimum({0}, {1}{o})"),
-    "MAX_I32": ("i", "ii", "maximum({0}, {1}{o})"),
-    "MIN_U32": ("u", "uu", "minimum({0}, {1}{o})"),
-    "MAX_U32": ("u", "uu", "maximum({0}, {1}{o})"),
-    "MUL_LO_U32": ("u", "uu", "multiply({0}, {1}{o})"),
-    "MUL_HI_U32": ("u", "uu", "mul_hi_u32({0}, {1})"),
-    "MUL_HI_I32": ("i", "ii", "mul_hi_i32({0}, {1})"),
-    "MUL_U32_U24": ("u", "uu", "multiply({0} & N24BIT, {1} & N24BIT{o})"),
-    "MUL_I32_I24": ("i", "uu", "multiply(signed24({0}), signed24({1}){o})"),
-    "MUL_HI_U32_U24": ("u", "uu", "mul_hi_u32({0} & N24BIT, {1} & N24BIT)"),
-    "MUL_HI_I32_I24": ("i", "uu", "mul_hi_i32(signed24({0}), signed24({1}))"),
-    "MAD_U32_U24": ("u", "uuu", "add(multiply({0} & N24BIT, {1} & N24BIT), {2}{o})"),
-    "MAD_I32_I24": ("i", "uui", "add(multiply(signed24({0}), signed24({1})), {2}{o})"),
-    "MAD_U32_U16": ("u", "hhu", "add(multiply({0}.astype(uint32), {1}), {2}{o})"),
-    "MAD_I32_I16": ("i", "ssi", "add(multiply({0}.astype(int32), {1}), {2}{o})"),
-    "ADD3_U32": ("u", "uuu", "add(add({0}, {1}), {2}{o})"),
-    "ADD_LSHL_U32": ("u", "uun", "left_shift(add({0}, {1}), {2}{o})"),
-    "LSHL_ADD_U32": ("u", "unu", "add(left_shift({0}, {1}), {2}{o})"),
-    "LSHL_OR_B32": ("u", "unu", "bitwise_or(left_shift({0}, {1}), {2}{o})"),
-    "AND_OR_B32": ("u", "uuu", "bitwise_or(bitwise_and({0}, {1}), {2}{o})"),
-    "OR3_B32": ("u", "uuu", "bitwise_or(bitwise_or({0}, {1}), {2}{o})"),
-    "XAD_U32": ("u", "uuu", "add(bitwise_xor({0}, {1}), {2}{o})"),
-    "BFI_B32": ("u", "uuu", "bitwise_or({0} & {1}, ~{0} & {2}{o})"),
-    "BFE_U32": ("u", "unn", "bfe_u32({0}, {1}, {2})"),
-    "BFE_I32": ("i", "unn", "bfe_i32({0}, {1}, {2})"),
-    "BFM_B32": ("u", "nn", "left_shift((uint32(1) << {0}) - uint32(1), {1}{o})"),
-    "PERM_B32": ("u", "uuu", "permute_bytes({0}, {1}, {2})"),
-    "ALIGNBIT_B32": ("u", "uun", "align({0}, {1}, {2})"),
-    "ALIGNBYTE_B32": ("u", "uuu", "align({0}, {1}, ({2} & uint32(3)) * uint32(8))"),
-    "BCNT_U32_B32": ("u", "uu", "add(np.bitwise_count({0}), {1}{o})"),
-    "MBCNT_LO_U32_B32": ("u", "uu", "add(np.bitwise_count({0} & BELOW_LOW), {1}{o})"),
-    "MBCNT_HI_U32_B32": ("u", "uu", "add(np.bitwise_count({0} & BELOW_HIGH), {1}{o})"),
-    "MIN3_I32": ("i", "iii", "minimum(minimum({0}, {1}), {2}{o})"),
-    "MAX3_I32": ("i", "iii", "maximum(maximum({0}, {1}), {2}{o})"),
-    "MIN3_U32": ("u", "uuu", "minimum(minimum({0}, {1}), {2}{o})"),
-    "MAX3_U32": ("u", "uuu", "maximum(maximum({0}, {1}), {2}{o})"),
-    "MED3_I32": ("i", "iii", "med3({0}, {1}, {2})"),
-    "MED3_U32": ("u", "uuu", "med3({0}, {1}, {2})"),
-    "SAD_U8": ("u", "uuu", "sad_u8({0}, {1}, {2})"),
-    "SAD_HI_U8": ("u", "uuu", "add(sad_u8({0}, {1}, K[0]) << uint32(16), {2}{o})"),
-    "SAD_U16": ("u", "uuu", "sad_u16({0}, {1}, {2})"),
-    "SAD_U32": ("u", "uuu", "sad_u32({0}, {1}, {2})"),
-    "LERP_U8": ("u", "uuu", "lerp_u8({0}, {1}, {2})"),
-    "LSHLREV_B64": ("U", "wU", "left_shift({1}, {0})"),
-    "LSHRREV_B64": ("U", "wU", "right_shift({1}, {0})"),
-    "ASHRREV_I64": ("I", "wI", "right_shift({1}, {0}.view(int64))"),
-    "LSHL_ADD_U64": ("U", "UwU", "add(left_shift({0}, {1}), {2})"),
-    "ASHR_PK_I8_I32": ("H", "iin", "pack_bytes(*(({x} >> {2}.view(int32)).clip(-128, 127) for {x} in ({0}, {1})))"),
-    "ASHR_PK_U8_I32": ("H", "iin", "pack_bytes(*(({x} >> {2}.view(int32)).clip(0, 255) for {x} in ({0}, {1})))"),
-    # 16 bits.
-    "ADD_U16": ("h", "hh", "add({0}, {1})"),
-    "SUB_U16": ("h", "hh", "subtract({0}, {1})"),
-    "SUBREV_U16": ("h", "hh", "subtract({1}, {0})"),
-    "ADD_I16": ("H", "hh", "add({0}, {1})"),
-    "SUB_I16": ("H", "hh", "subtract({0}, {1})"),
-    "MUL_LO_U16": ("h", "hh", "multiply({0}, {1})"),
-    "LSHLREV_B16": ("h", "kh", "left_shift({1}, {0})"),
-    "LSHRREV_B16": ("h", "kh", "right_shift({1}, {0})"),
-    "ASHRREV_I16": ("s", "ks", "right_shift({1}, {0}.view(int16))"),
-    "MAX_U16": ("h", "hh", "maximum({0}, {1})"),
-    "MIN_U16": ("h", "hh", "minimum({0}, {1})"),
-    "MAX_I16": ("s", "ss", "maximum({0}, {1})"),
-    "MIN_I16": ("s", "ss", "minimum({0}, {1})"),
-    "MAD_U16": ("H", "hhh", "{0} * {1} + {2}"),
-    "MAD_I16": ("H", "hhh", "{0} * {1} + {2}"),
-    "MAD_LEGACY_U16": ("h", "hhh", "{0} * {1} + {2}"),
-    "MAD_LEGACY_I16": ("h", "hhh", "{0} * {1} + {2}"),
-    "MIN3_I16": ("S", "sss", "minimum(minimum({0}, {1}), {2})"),
-    "MAX3_I16": ("S", "sss", "maximum(maximum({0}, {1}), {2})"),
-    "MIN3_U16": ("H", "hhh", "minimum(minimum({0}, {1}), {2})"),
-    "MAX3_U16": ("H", "hhh", "maximum(maximum({0}, {1}), {2})"),
-    "MED3_I16": ("S", "sss", "med3({0}, {1}, {2})"),
-    "MED3_U16": ("H", "hhh", "med3({0}, {1}, {2})"),
-    "PACK_B32_F16": ("u", "ee", "halves({0}, {1})"),
-}
-
-FLOAT: dict[str, Row] = {
-    "ADD_F32": ("f", "ff", "add({0}, {1}{o})"),
-    "SUB_F32": ("f", "ff", "subtract({0}, {1}{o})"),
-    "SUBREV_F32": ("f", "ff", "subtract({1}, {0}{o})"),
-    "MUL_F32": ("f", "ff", "multiply({0}, {1}{o})"),
-    "MUL_LEGACY_F32": ("f", "ff", "where(({0} == 0) | ({1} == 0), ZERO, {0} * {1})"),
-    "MIN_F32": ("f", "ff", "min_f32({0}, {1})"),
-    "MAX_F32": ("f", "ff", "max_f32({0}, {1})"),
-    "FMA_F32": ("f", "fff", "fma_f32({0}, {1}, {2})"),
-    "FMAC_F32": ("f", "ff", "fma_f32({0}, {1}, {d})"),
-    "MIN3_F32": ("f", "fff", "min_f32(min_f32({0}, {1}), {2})"),
-    "MAX3_F32": ("f", "fff", "max_f32(max_f32({0}, {1}), {2})"),
-    "MED3_F32": ("f", "fff", "med3_f32({0}, {1}, {2})"),
-    "MINIMUM3_F32": ("f", "fff", "minimum3_f32({0}, {1}, {2})"),
-    "MAXIMUM3_F32": ("f", "fff", "maximum3_f32({0}, {1}, {2})"),
-    "FRACT_F32": ("f", "f", "fract({0})"),
-    "TRUNC_F32": ("f", "f", "trunc({0}{o})"),
-    "CEIL_F32": ("f", "f", "ceil({0}{o})"),
-    "RNDNE_F32": ("f", "f", "rint({0}{o})"),
-    "FLOOR_F32": ("f", "f", "floor({0}{o})"),
-    "EXP_F32": ("f", "f", "exp_f32({0})"),
-    "LOG_F32": ("f", "f", "log_f32({0})"),
-    "RCP_F32": ("f", "f", "rcp_f32({0})"),
-    "RCP_IFLAG_F32": ("f", "f", "rcp_f32({0})"),
-    "RSQ_F32": ("f", "f", "rsq_f32({0})"),
-    "SQRT_F32": ("f", "f", "sqrt_f32({0})"),
-    "SIN_F32": ("f", "f", "sin_f32({0})"),
-    "COS_F32": ("f", "f", "cos_f32({0})"),
-    "LDEXP_F32": ("f", "fu", "ldexp_f32({0}, {1})"),
-    "FREXP_MANT_F32": ("f", "f", "frexp_mant({0})"),
-    "FREXP_EXP_I32_F32": ("i", "f", "frexp_exp({0})"),
-    "DIV_FIXUP_F32": ("f", "fff", "div_fixup({0}, {1}, {2})"),
-    # 64 bits.
-    "ADD_F64": ("d", "dd", "{0} + {1}"),
-    "MUL_F64": ("d", "dd", "{0} * {1}"),
-    "MIN_F64": ("d", "dd", "min_f64({0}, {1})"),
-    "MAX_F64": ("d", "dd", "max_f64({0}, {1})"),
-    "FMA_F64": ("d", "ddd", "fma_f64({0}, {1}, {2})"),
-    "FMAC_F64": ("d", "dd", "fma_f64({0}, {1}, {d})"),
-    "LDEXP_F64": ("d", "du", "ldexp_f64({0}, {1})"),
-    "TRUNC_F64": ("d", "d", "trunc({0})"),
-    "CEIL_F64": ("d", "d", "ceil({0})"),
-    "RNDNE_F64": ("d", "d", "rint({0})"),
-    "FLOOR_F64": ("d", "d", "floor({0})"),
-    "FRACT_F64": ("d", "d", "fract({0})"),
-    "FREXP_MANT_F64": ("d", "d", "frexp_mant({0})"),
-    "FREXP_EXP_I32_F64": ("i", "d", "frexp_exp({0})"),
-    # 16 bits.
-    "ADD_F16": ("e", "ee", "{0} + {1}"),
-    "SUB_F16": ("e", "ee", "{0} - {1}"),
-    "SUBREV_F16": ("e", "ee", "{1} - {0}"),
-    "MUL_F16": ("e", "ee", "{0} * {1}"),
-    "MIN_F16": ("e", "ee", "min_f16({0}, {1})"),
-    "MAX_F16": ("e", "ee", "max_f16({0}, {1})"),
-    "LDEXP_F16": ("e", "es", "np.ldexp({0}.astype(float64), {1}).astype(float16)"),
-    "FMA_F16": ("E", "eee", "fma_f16({0}, {1}, {2})"),
-    "FMA_LEGACY_F16": ("e", "eee", "fma_f16({0}, {1}, {2})"),
-    "MIN3_F16": ("E", "eee", "min_f16(min_f16({0}, {1}), {2})"),
-    "MAX3_F16": ("E", "eee", "max_f16(max_f16({0}, {1}), {2})"),
-    "MED3_F16": ("E", "eee", "med3_f16({0}, {1}, {2})"),
-    "TRUNC_F16": ("e", "e", "trunc({0})"),
-    "CEIL_F16": ("e", "e", "ceil({0})"),
-    "RNDNE_F16": ("e", "e", "rint({0})"),
-    "FLOOR_F16": ("e", "e", "floor({0})"),
-    "FRACT_F16": ("e", "e", "fract({0})"),
-    "RCP_F16": ("e", "e", "(1.0 / {0}.astype(float64)).astype(float16)"),
-    "RSQ_F16": ("e", "e", "(1.0 / sqrt({0}.astype(float64))).astype(float16)"),
-    "SQRT_F16": ("e", "e", "sqrt({0}.astype(float64)).astype(float16)"),
-    "EXP_F16": ("e", "e", "exp2({0}.astype(float64)).astype(float16)"),
-    "LOG_F16": ("e", "e", "log2({0}.astype(float64)).astype(float16)"),
-    "SIN_F16": ("e", "e", "sin_f32({0}.astype(float32)).astype(float16)"),
-    "COS_F16": ("e", "e", "cos_f32({0}.astype(float32)).astype(float16)"),
-    "FREXP_MANT_F16": ("e", "e", "frexp_mant({0})"),
-    "FREXP_EXP_I16_F16": ("s", "e", "frexp_exp({0}).astype(int16)"),
-}
+from lightning_indexer.sim.valurows import FLOAT, INTEGER, Row
 
 ROWS: dict[str, Row] = {**INTEGER, **FLOAT, **convert.ROWS}
 _CLAMP = {"f": "clamp_f32({})", "d": "clamp_f64({})", "e": "clamp_f16({})"}
@@ -199,7 +19,7 @@ def emit(e: Emitter, ins: Instruction) -> None:
         _row(e, ins, *ROWS[name])
     elif name.startswith("CMP"):
         compare.emit(e, ins)
-    elif name in ("CNDMASK_B32",):
+    elif name == "CNDMASK_B32":
         _cndmask(e, ins)
     elif name in _CARRIES:
         _carry(e, ins, *_CARRIES[name])
@@ -338,12 +158,9 @@ def _cndmask(e: Emitter, ins: Instruction) -> None:
     mask_register = ins.bits("src2") if ins.format == "VOP3" else VCC
     kind = "f" if any(any(modifiers(ins, index)) for index in (0, 1)) else "u"
     zero, one = source(e, ins, 0, kind), source(e, ins, 1, kind)
-    if mask_register < 128:
-        bits = e.sgpr(mask_register, wide=True)
-    else:
-        bits = e.scalar(ins, "src2", wide=True)
+    bits = e.sgpr(mask_register, wide=True) if mask_register < 128 else e.scalar(ins, "src2", wide=True)
     target = f"{'v' if kind == 'u' else 'f'}[{number}]"
-    if (e.full and ins.variant == "") or (e.full and ins.variant == "LIT"):
+    if e.full and ins.variant in ("", "LIT"):
         e.use_vgpr(number)
         if one == target:
             e.line(f"copyto({target}, {zero}, where=masks[{bits} ^ FULL])")
@@ -355,7 +172,7 @@ def _cndmask(e: Emitter, ins: Instruction) -> None:
     store(e, ins, number, kind, f"where(masks[{bits}], {one}, {zero})")
 
 
-# name: (minuend first, takes a carry, subtracts)
+# name: (the sum in 64 bits, whether it takes a carry)
 _CARRIES = {
     "ADD_CO_U32": ("{0}.astype(uint64) + {1}", False),
     "SUB_CO_U32": ("{0}.astype(int64) - {1}", False),

@@ -96,12 +96,8 @@ class VectorMemory:
 
     def _read_only(self, w: Wave, kind: str, buffer: Buffer, offsets: Lanes) -> None:
         address = buffer.base + int(offsets[0])
-        w.fault(
-            self.ins,
-            f"{kind} of {self.width} bytes at {address:#x} in {buffer.name}, which is read-only",
-            None,
-            address,
-        )
+        message = f"{kind} of {self.width} bytes at {address:#x} in {buffer.name}, which is read-only"
+        w.fault(self.ins, message, None, address)
 
     def issue(self, w: Wave, *what: Any) -> None:
         entry = (self, self.bits, *what)
