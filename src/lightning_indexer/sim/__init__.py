@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_indexer.sim.errors import SimulationFault, UnknownOpcode
     from lightning_indexer.sim.executor import Simulator
-    from lightning_indexer.sim.listing import listing
+    from lightning_indexer.sim.text import listing
     from lightning_indexer.sim.memory import Memory
     from lightning_indexer.sim.options import Loop, Options, Report
     from lightning_indexer.sim.snippet import State, run_snippet
@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-    "SimulationFault": "errors", "UnknownOpcode": "errors", "Simulator": "executor", "listing": "listing",
+    "SimulationFault": "errors", "UnknownOpcode": "errors", "Simulator": "executor", "listing": "text",
     "Memory": "memory", "Loop": "options", "Options": "options", "Report": "options",
     "State": "snippet", "run_snippet": "snippet",
 }  # fmt: skip

@@ -57,7 +57,7 @@ class Instruction:
 
     @functools.cached_property
     def text(self) -> str:
-        from lightning_indexer.sim.listing import text_of
+        from lightning_indexer.sim.text import text_of
 
         return text_of(self)
 
