@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from semantics import ARCHS, FULL, LANES, OLD, ORDER, SOME, active_lanes, group
+from semantics import ARCHS, FULL, LANES, OLD, ORDER, SOME, active_lanes, group, run_snippet
 
 from lightning_indexer.sim import Memory
-from lightning_indexer.sim.snippet import run_snippet
 
 WAIT = "\ns_waitcnt vmcnt(0) lgkmcnt(0)"
 masked = pytest.mark.parametrize("exec_mask", [FULL, SOME], ids=["full", "some"])

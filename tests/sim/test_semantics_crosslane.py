@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from semantics import ARCHS, FULL, LANES, OLD, SOME, active_lanes, mnemonics
-
-from lightning_indexer.sim.snippet import run_snippet
+from semantics import ARCHS, FULL, LANES, OLD, SOME, active_lanes, mnemonics, run_snippet
 
 A = (0xA0000000 + LANES * 0x01010101 % 0x10000000).astype(np.uint32)
 B = np.random.default_rng(5).integers(0, 2**32, 64, np.uint32)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from semantics import ARCHS, DATA, FULL, LANES, OLD, ORDER, SOME, Load, Store, mnemonics
+from semantics import ARCHS, DATA, FULL, LANES, OLD, ORDER, SOME, Load, Store, mnemonics, run_snippet
 
 from lightning_indexer.sim import Options
-from lightning_indexer.sim.snippet import run_snippet
 
 SIZE = 16384
 LDS = np.random.default_rng(21).integers(0, 256, SIZE, np.uint8)

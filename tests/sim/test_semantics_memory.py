@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lightning_indexer.sim.snippet import run_snippet
-from semantics import ARCHS, DATA, FULL, LANES, OLD, ORDER, SOME, Load, Store, active_lanes, mnemonics
+from semantics import ARCHS, DATA, FULL, LANES, OLD, ORDER, SOME, Load, Store, active_lanes, mnemonics, run_snippet
 
 from lightning_indexer.sim import Memory, Options
 

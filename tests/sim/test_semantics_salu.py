@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lightning_indexer.sim.snippet import run_snippet
-from semantics import ARCHS, LONG_EDGES, mnemonics
+from semantics import ARCHS, LONG_EDGES, mnemonics, run_snippet
 
 MASK = {"u32": 2**32 - 1, "i32": 2**32 - 1, "u64": 2**64 - 1, "i64": 2**64 - 1}
 SHIFTS = np.array([0, 1, 5, 31, 32, 33, 63, 2**64 - 1], np.uint64)

@@ -18,9 +18,8 @@ from semantics import (
     fmin,
     gfx950,
     normal,
+    run_snippet,
 )
-
-from lightning_indexer.sim.snippet import run_snippet
 
 F32, F16 = np.float32, np.float16
 ONE, HALF = F32(1), F32(0.5)
