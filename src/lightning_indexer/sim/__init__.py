@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_indexer.sim.errors import SimulationFault, UnknownOpcode
     from lightning_indexer.sim.executor import Simulator
-    from lightning_indexer.sim.text import listing
     from lightning_indexer.sim.memory import Memory
     from lightning_indexer.sim.options import Loop, Options, Report
     from lightning_indexer.sim.snippet import State, run_snippet
+    from lightning_indexer.sim.text import listing
 
 __all__ = [
     "Loop", "Memory", "Options", "Report", "SimulationFault", "Simulator", "State", "UnknownOpcode",
