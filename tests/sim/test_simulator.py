@@ -352,7 +352,7 @@ def test_copies_to_lds_arrive_at_their_wait(copy):
 @pytest.mark.parametrize(
     ("offset", "kind", "where"),
     [
-        (4, "store", "right past the end of out"),
+        (4, "store", "0 bytes past the end of out"),
         (-4, "load", "4 bytes before out"),
         (1 << 20, "store", "past the end"),
     ],

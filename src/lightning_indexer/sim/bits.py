@@ -26,7 +26,7 @@ def bfe_u32(value: Lanes, offset: Lanes, width: Lanes) -> Lanes:
 
 
 def bfe_i32(value: Lanes, offset: Lanes, width: Lanes) -> Lanes:
-    field = bfe_u32(value.view(uint32), offset, width)
+    field = (value >> offset.view(int32)).view(uint32) & (uint32(1) << width) - uint32(1)
     shift = (uint32(32) - width & N31).view(int32)
     return where(width == 0, 0, (field.view(int32) << shift) >> shift)
 
@@ -56,14 +56,36 @@ def count_sign(value: Lanes) -> Lanes:
 
 def permute_bytes(high: Lanes, low: Lanes, selector: Lanes) -> Lanes:
     """v_perm_b32: selectors 0 to 3 are bytes of ``low``, 4 to 7 of ``high``, 8 to 11 signs, 12 zero, else 255."""
+    chosen = np.minimum(selector.view(uint8).reshape(64, 4), 13)
+    flat = chosen + (np.arange(64, dtype=uint16) * uint16(16))[:, None]
+    return _choices(high, low).reshape(-1)[flat].view(uint32).reshape(64)
+
+
+def permute_bytes_alike(high: Lanes, low: Lanes, selector: int) -> Lanes:
+    """The same with one selector for all lanes."""
+    index = _indices.get(selector)
+    if index is None:
+        index = _indices[selector] = np.minimum([selector >> shift & 255 for shift in (0, 8, 16, 24)], 13)
+    if int(index.max()) < 8:
+        both = np.empty((64, 2), uint32)
+        both[:, 0] = low
+        both[:, 1] = high
+        return both.view(uint8).take(index, 1).view(uint32).reshape(64)
+    return _choices(high, low).take(index, 1).view(uint32).reshape(64)
+
+
+_indices: dict[int, Lanes] = {}
+
+
+def _choices(high: Lanes, low: Lanes) -> Lanes:
+    """For each lane, the bytes that selectors 0 to 15 stand for."""
     table = np.empty((64, 16), uint8)
     table[:, 0:4] = low.view(uint8).reshape(64, 4)
     table[:, 4:8] = high.view(uint8).reshape(64, 4)
     table[:, 8:12] = where(table[:, 1:8:2] & 0x80, 0xFF, 0)
     table[:, 12] = 0
     table[:, 13:] = 0xFF
-    chosen = np.minimum(selector.view(uint8).reshape(64, 4), 13)
-    return np.take_along_axis(table, chosen, 1).view(uint32).reshape(64)
+    return table
 
 
 def align(high: Lanes, low: Lanes, shift: Lanes) -> Lanes:

@@ -270,7 +270,7 @@ class Emitter:
                 register = f"v[{number}].view(uint16)[1::2]"
             self._store(register, text, where)
         elif "{o}" in expression and where is None:
-            self.line(expression.replace("{o}", f", {register}"))
+            self.line(expression.replace("{o}", f", out={register}"))
         else:
             self._store(register, expression.replace("{o}", ""), where)
 

@@ -99,7 +99,7 @@ class Memory:
         if address < nearest.base:
             place = f"{nearest.base - address} bytes before {nearest.name}"
         elif address >= end:
-            place = f"{f'{address - end} bytes' if address > end else 'right'} past the end of {nearest.name}"
+            place = f"{address - end} bytes past the end of {nearest.name}"
         else:
             place = f"{address + width - end} of its {width} bytes past the end of {nearest.name}"
         return f"{place} ({nearest.base:#x}, {nearest.size} bytes)"

@@ -93,6 +93,8 @@ def _row(e: Emitter, ins: Instruction, result: str, operands: str, expression: s
     if ins.name == "V_MAX_F32" and not clamp and _fast_max(e, ins, number):
         return
     values = [source(e, ins, index, kind) for index, kind in enumerate(operands)]
+    if ins.name == "V_PERM_B32" and ins.bits("src2") < VGPR0:
+        expression, values[2] = "permute_bytes_alike({0}, {1}, {2})", e.scalar(ins, "src2")
     if "{d}" in expression:
         expression = expression.replace("{d}", e.vgpr(number, result.lower()))
     expression = expression.replace("{x}", "x")
