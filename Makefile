@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CXX_FILES = $(wildcard src/lightning_indexer/backends/*/*.cuh src/lightning_indexer/backends/*/*.hip)
 
-.PHONY: demo test lint format install clean
+.PHONY: demo test verify-amd lint format install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    score a batch of requests, find planted keys, write demo.png (under a minute on two cores)"
 	@echo "make test    run every test that needs no GPU"
+	@echo "make verify-amd  AMD kernels against the reference, in the simulator (about a minute on two cores)"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  ruff and clang-format, in place"
 	@echo "make install only make $(VENV)"
@@ -27,6 +28,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+verify-amd: install
+	$(BIN)/lightning-indexer verify --arch gfx950
+	$(BIN)/lightning-indexer verify --arch gfx942
 
 lint: install
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_indexer import dispatch, envs, fp8
-from lightning_indexer.arch import Arch, arch_of
+from lightning_indexer.arch import Arch, arch_of, assumed
 from lightning_indexer.problem import Operands, Problem, check_dialect, is_aligned, row_stride, validate
 
 
@@ -96,7 +96,7 @@ def _run(
             ks.shape, ks.is_contiguous(), ks.dtype, ks.device, ke.shape, ke.is_contiguous(), ke.dtype, ke.device,
             None if out is None else (out.shape, out.stride(), out.dtype, out.device),
             type(clean_logits), clean_logits, type(max_seqlen_k), max_seqlen_k, out_dtype, backend,
-            (q.data_ptr() | k.data_ptr()) & 15, envs.selection(),
+            (q.data_ptr() | k.data_ptr()) & 15, envs.selection(), assumed(),
         )  # fmt: skip
         plan = _PLANS.get(facts)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which

@@ -6,7 +6,10 @@ An :class:`Arch` is found from a device only when a call needs it, and can be ma
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -80,11 +83,13 @@ _TABLE: dict[str, Arch] = {
 
 
 def arch_of(device: torch.device | str) -> Arch:
-    """The arch of a device; ``LIGHTNING_INDEXER_ARCH`` overrides it for every device.
+    """The arch of a device; ``LIGHTNING_INDEXER_ARCH``, and before it :func:`assume`, overrides it for every device.
 
     Raises:
         ValueError: the environment variable names an arch that is not known.
     """
+    if (assumed := _ASSUMED.get()) is not None:
+        return assumed
     forced = envs.arch()
     if forced is not None:
         try:
@@ -98,6 +103,28 @@ def arch_of(device: torch.device | str) -> Arch:
     if device.type == "cuda":
         return _cuda_arch(torch.cuda.current_device() if device.index is None else device.index)
     return Arch(device.type, "other", "none", 1, "a device this library has no kernels for", listed=False)
+
+
+@contextlib.contextmanager
+def assume(name: str) -> Iterator[Arch]:
+    """Inside, every device counts as the arch of that name.
+
+    Raises:
+        ValueError: no such arch; the message lists the known ones.
+    """
+    token = _ASSUMED.set(Arch.parse(name))
+    try:
+        yield Arch.parse(name)
+    finally:
+        _ASSUMED.reset(token)
+
+
+_ASSUMED: ContextVar[Arch | None] = ContextVar("assumed arch", default=None)
+
+
+def assumed() -> Arch | None:
+    """The arch of the :func:`assume` around this call, or None."""
+    return _ASSUMED.get()
 
 
 @functools.cache

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lightning_indexer import __version__, dispatch, envs
+from lightning_indexer import __version__, cli_amd, dispatch, envs
+from lightning_indexer import cli_common as common
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.bench.cases import FORMS, PERFORMANCE_SHAPES, WINDOWS
 from lightning_indexer.chunking import parse_requests, plan_chunks
+from lightning_indexer.cli_common import err, out
 from lightning_indexer.problem import Problem
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from lightning_indexer.bench.timing import Ceilings
     from lightning_indexer.bench.verify import Outcome
 
-Name = TypeVar("Name", bound=str)
-
 app = typer.Typer(
     help="FP8 MQA logits: the lightning-indexer scoring step of DeepSeek-V3.2/V4 and GLM-5 sparse attention.",
     no_args_is_help=True,
@@ -36,10 +33,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     pretty_exceptions_enable=False,
 )
-# A pipe or a log has no width: tables get theirs.
-out = Console(width=None if sys.stdout.isatty() else 140)
-err = Console(stderr=True)
-
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: cuda where there is one.")]
 BackendOption = Annotated[
     list[str] | None,
@@ -52,7 +45,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
     if version:
         out.print(__version__, highlight=False)
         raise typer.Exit
-    with _bad_parameter(None):
+    with common.bad_parameter(None):
         arch_of("cpu")  # reads LIGHTNING_INDEXER_ARCH
         if (name := envs.backend()) is not None:
             dispatch.get(name, "LIGHTNING_INDEXER_BACKEND")
@@ -84,6 +77,10 @@ def info() -> None:
     for package, extra, purpose in (
         ("torch", "", "everything"),
         ("triton", "triton", "triton-portable; L2 flush and timing of `bench` on GPUs"),
+        ("ziglang", "amd", "HIP C++ for gfx942 and gfx950, where there is no ROCm"),
+        ("tinygrad", "sim", "decoder of the AMD simulator"),
+        ("flydsl", "flydsl", "compiling FlyDSL kernels"),
+        ("hip-python", "hip", "launching HIP kernels on AMD GPUs"),
         ("typer", "cli", "this command line"),
         ("rich", "cli", "tables and progress"),
         ("matplotlib", "cli", "pictures of `demo` and `bench`"),
@@ -112,15 +109,15 @@ def explain(
 
     Examples: `lightning-indexer explain --arch gfx950 --shape 4096,32768,32,128`, `lightning-indexer explain --table`
     """
-    problem = _problem(shape, form)
+    problem = common.problem(shape, form)
     if table:
         _print_support(problem)
         return
-    with _bad_parameter("--arch"):
+    with common.bad_parameter("--arch"):
         chosen_arch = Arch.parse(arch) if arch else arch_of("cuda" if torch.cuda.is_available() else "cpu")
     if backend is None and (backend := envs.backend()) is not None:
         out.print(f"LIGHTNING_INDEXER_BACKEND={backend}", markup=False, highlight=False)
-    with _bad_parameter("--backend"):
+    with common.bad_parameter("--backend"):
         verdicts = dispatch.explain(problem, chosen_arch, backend)
     out.print(f"{problem} on {chosen_arch.name} ({chosen_arch.products})", markup=False, highlight=False)
     for verdict in verdicts:
@@ -140,9 +137,9 @@ def plan(
 
     Example: `lightning-indexer plan --requests 32768:4096,0:512 --max-logits-mb 512`
     """
-    with _bad_parameter("--requests"):
+    with common.bad_parameter("--requests"):
         parsed = parse_requests(requests)
-    with _bad_parameter(None):
+    with common.bad_parameter(None):
         chunks = plan_chunks(
             parsed,
             max_logits_bytes=max_logits_mb * 2**20,
@@ -169,7 +166,7 @@ def demo(
     """
     from lightning_indexer.demo import run_demo
 
-    if not run_demo(_device(device), picture, seed, out):
+    if not run_demo(common.device(device), picture, seed, out):
         raise typer.Exit(1)
 
 
@@ -183,19 +180,29 @@ def verify(
     window: Annotated[list[str] | None, typer.Option(help="Only this window; repeat for several.")] = None,
     heads: Annotated[list[int] | None, typer.Option(help="Only this H; repeat for several.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Only this D; repeat for several.")] = None,
+    arch: Annotated[str | None, typer.Option(help="gfx942 or gfx950: simulate that arch's kernels.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes to simulate in. Default: one a CPU core.")] = None,
+    seed: Annotated[int, typer.Option(help="Of operands and of the order of waves, in the simulator.")] = 0,
 ) -> None:
     """Check backends against the float32 oracle over the whole sweep. Exit status 1 if any case fails.
 
-    Poisoned and guarded outputs, exact -inf masks, two accuracy levels, 20 bitwise repeats on a sample.
+    Poisoned and guarded outputs, exact -inf masks, two accuracy levels, 20 bitwise repeats on a sample. With `--arch`,
+    AMD kernels are compiled for that arch and executed in the simulator, at small shapes; no GPU is needed.
 
-    Examples: `lightning-indexer verify`, `lightning-indexer verify --device cuda --full --backend triton-portable`
+    Examples: `lightning-indexer verify`, `lightning-indexer verify --device cuda --full --backend triton-portable`,
+    `lightning-indexer verify --arch gfx950 --backend triton-portable`
     """
     from lightning_indexer.bench import verify as v
 
-    where = _device(device)
-    backends = _backends(backend, where)
+    if arch is not None:
+        if device is not None or full:
+            raise typer.BadParameter("the simulator takes neither --device nor --full", param_hint="--arch")
+        cli_amd.verify(arch, backend, window, heads, head_dim, jobs, seed)
+        return
+    where = common.device(device)
+    backends = common.backends(backend, where)
     for name in window or []:
-        _one_of("--window", name, WINDOWS)
+        common.one_of("--window", name, WINDOWS)
     groups = []
     for group in v.sweep(full=full):
         cases = tuple(case for case in group.cases if not window or case.window in window)
@@ -205,7 +212,7 @@ def verify(
     if not total:
         raise typer.BadParameter("no case has these heads, head dims and windows")
     outcomes = []
-    with _progress() as progress:
+    with common.progress() as progress:
         task = progress.add_task("verify", total=total)
         for outcome in v.run(groups, backends, where):
             outcomes.append(outcome)
@@ -214,6 +221,10 @@ def verify(
                 progress.console.print(f"FAIL {outcome.backend} {outcome.case}: {outcome.detail}", markup=False)
     if not _print_outcomes(outcomes, backends, where):
         raise typer.Exit(1)
+
+
+app.command()(cli_amd.resources)
+app.command()(cli_amd.disasm)
 
 
 @app.command()
@@ -243,15 +254,15 @@ def bench(
     from lightning_indexer.bench import environment, report, sweep, timing
     from lightning_indexer.bench import peers as peers_module
 
-    where = _device(device)
-    backends = _backends(backend, where)
+    where = common.device(device)
+    backends = common.backends(backend, where)
     default = PERFORMANCE_SHAPES if where.type == "cuda" else sweep.CPU_SHAPES
     chosen = sweep.Plan(
-        shapes=_shapes(shapes) if shapes else default,
-        heads=tuple(_ints("--heads", heads)),
+        shapes=common.shapes(shapes) if shapes else default,
+        heads=tuple(common.ints("--heads", heads)),
         head_dim=head_dim,
-        windows=tuple(_names("--windows", windows, WINDOWS)),
-        forms=tuple(_names("--forms", forms, FORMS)),
+        windows=tuple(common.names("--windows", windows, WINDOWS)),
+        forms=tuple(common.names("--forms", forms, FORMS)),
         backends=tuple(backends),
         budget_ms=budget_ms,
     )
@@ -264,7 +275,7 @@ def bench(
     found, absent = peers_module.find(where) if peers else ([], [])
     notes = [f"{peer.name}: {peer.note}" for peer in found] + [f"not measured: {line}" for line in absent + left_out]
     rows = []
-    with _progress() as progress:
+    with common.progress() as progress:
         total = len(chosen.cases()) * (len(backends) + len(found))
         task = progress.add_task("ceilings", total=total)
         ceilings = timing.ceilings(where)
@@ -378,86 +389,3 @@ def _print_support(problem: Problem) -> None:
     for arch in Arch.known():
         table.add_row(arch.name, *(support[b.name][arch.name] or "yes" for b in dispatch.backends()))
     out.print(table)
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}", table_column=None), BarColumn(bar_width=24), MofNCompleteColumn(),
-        TimeElapsedColumn(), console=err, transient=True,
-    )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _bad_parameter(option: str | None) -> Iterator[None]:
-    """Turns the library's ValueError or TypeError about what the user typed into the command line's own error."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise typer.BadParameter(str(error), param_hint=option) from None
-
-
-def _device(name: str | None) -> torch.device:
-    with _bad_parameter("--device"):
-        try:
-            device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        except RuntimeError as error:
-            raise ValueError(str(error).splitlines()[0]) from None
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"got {name!r}, expected cpu, cuda or cuda:INDEX")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"got {name!r}, and PyTorch sees no GPU here")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"got {name!r}, and PyTorch sees {torch.cuda.device_count()} GPUs here")
-        if device.type == "cuda":
-            device = torch.device("cuda", device.index or 0)
-            torch.cuda.set_device(device)
-        return device
-
-
-def _backends(names: list[str] | None, device: torch.device) -> list[str]:
-    problem = Problem(rows=4096, keys=32768, heads=64, head_dim=128)
-    with _bad_parameter("--backend"):
-        if not names:
-            return [verdict.backend for verdict in dispatch.explain(problem, arch_of(device)) if verdict.reason is None]
-        return [dispatch.get(name).name for name in dict.fromkeys(names)]
-
-
-def _problem(shape: str, form: str) -> Problem:
-    _one_of("--form", form, FORMS)
-    numbers = _ints("--shape", shape)
-    if len(numbers) != 4:
-        raise typer.BadParameter(f"got {shape!r}, expected M,N,H,D", param_hint="--shape")
-    rows, keys, heads, head_dim = numbers
-    width = keys if form == "compressed" else 0
-    return Problem(rows, keys, heads, head_dim, clean_logits=form == "clean", max_seqlen_k=width)
-
-
-def _ints(option: str, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise typer.BadParameter(f"got {text!r}, expected positive integers, comma-separated", param_hint=option)
-    return numbers
-
-
-def _shapes(text: str) -> tuple[tuple[int, int], ...]:
-    shapes = []
-    for part in text.split(","):
-        numbers = part.lower().split("x")
-        if len(numbers) != 2 or not all(number.strip().isdigit() and int(number) > 0 for number in numbers):
-            raise typer.BadParameter(f"got {part!r}, expected S_QxS_K, e.g. 1024x8192", param_hint="--shapes")
-        shapes.append((int(numbers[0]), int(numbers[1])))
-    return tuple(shapes)
-
-
-def _names(option: str, text: str, known: tuple[Name, ...]) -> list[Name]:
-    return [_one_of(option, part.strip(), known) for part in text.split(",")]
-
-
-def _one_of(option: str, name: str, known: tuple[Name, ...]) -> Name:
-    for candidate in known:
-        if candidate == name:
-            return candidate
-    raise typer.BadParameter(f"got {name!r}, expected one of {', '.join(known)}", param_hint=option)

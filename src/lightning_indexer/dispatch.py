@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -18,6 +18,7 @@ from lightning_indexer.backends.cuda_sm90.backend import CudaSm90
 from lightning_indexer.backends.torch_blocked.backend import TorchBlocked
 from lightning_indexer.backends.triton_portable.backend import TritonPortable
 from lightning_indexer.problem import Operands, Problem
+from lightning_indexer.toolchain.built import Built
 
 # Writes the logits into ``out`` [M, width] on the current stream. Never validates, never allocates the result.
 Run = Callable[[Operands, torch.Tensor], None]
@@ -40,6 +41,14 @@ class Backend(Protocol):
 
     def candidates(self, problem: Problem, arch: Arch) -> Sequence[tuple[object, Run]]:
         """Tile configs worth measuring on this problem, each with its run; the heuristic's own first."""
+
+
+@runtime_checkable
+class AmdBackend(Backend, Protocol):
+    """A backend whose AMD kernels can be compiled, and looked at, without a device."""
+
+    def build(self, problem: Problem, arch: Arch) -> Built:
+        """The kernel that runs ``problem`` on an AMD arch that ``supports`` allows."""
 
 
 _BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CudaSm90(), TritonPortable(), TorchBlocked())}

@@ -12,7 +12,7 @@ from typing import Any
 
 KNOWN: dict[str, str] = {
     "LIGHTNING_INDEXER_BACKEND": "run this backend for calls that name none (see `lightning-indexer info`)",
-    "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch, e.g. gfx950",
+    "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch; gfx942 and gfx950 are simulated on the CPU",
     "LIGHTNING_INDEXER_CACHE_DIR": "keep compiled kernels here (default ~/.cache/lightning-indexer)",
 }
 
@@ -56,6 +56,22 @@ def selection() -> tuple[object, object, object]:
     """Everything in the environment that the choice of a backend reads, unparsed: a key for what was chosen."""
     backend, arch, interpret = _SELECTION
     return _RAW.get(backend), _RAW.get(arch), _RAW.get(interpret)
+
+
+def stop_triton_interpreter() -> None:
+    """Takes ``TRITON_INTERPRET`` from this process, whose Triton then compiles; in time only before it is imported."""
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def for_process(**changes: str | None) -> dict[str, str]:
+    """The environment for a process that the library starts: this one's with ``changes``, where None removes."""
+    kept = {name: text for name, text in os.environ.items() if name not in changes}
+    return kept | {name: text for name, text in changes.items() if text is not None}
+
+
+def rocm_path() -> str | None:
+    """Where ROCm's own ``ROCM_PATH`` says that it is installed, or None."""
+    return value("ROCM_PATH")
 
 
 def unknown() -> list[str]:

@@ -14,18 +14,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.triton_portable.backend import constants, options
+from lightning_indexer.backends.triton_portable.backend import TritonPortable, constants, options
 from lightning_indexer.backends.triton_portable.config import heuristic
 from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel
 
-FP8 = {"fn": "*fp8e4nv", "fnuz": "*fp8e4b8", "none": "*u8"}
+FP8 = {"fn": "*fp8e4nv", "none": "*u8"}
 
 
-def compile_for(arch: Arch, problem: Problem) -> dict:
-    if arch.vendor == "nvidia":
-        target = GPUTarget("cuda", int(arch.name[2:]), 32)
-    else:
-        target = GPUTarget("hip", arch.name, 64 if arch.name.startswith("gfx9") else 32)
+def compile_for_nvidia(arch: Arch, problem: Problem) -> dict:
     config = heuristic(problem, arch)
     signature = {
         "q_ptr": FP8[arch.fp8], "k_ptr": FP8[arch.fp8], "kv_scale_ptr": "*fp32", "w_ptr": "*fp32", "ks_ptr": "*i32",
@@ -42,13 +38,19 @@ def compile_for(arch: Arch, problem: Problem) -> dict:
     source = ASTSource(
         fp8_mqa_logits_kernel, {**signature, **dict.fromkeys(constexprs, "constexpr")}, constexprs, attrs
     )
+    target = GPUTarget("cuda", int(arch.name[2:]), 32)
     kernel = triton.compile(source, target=target, options=options(config, arch))
-    text = kernel.asm["ptx" if arch.vendor == "nvidia" else "amdgcn"]
-    return {"name": kernel.metadata.name, "shared": kernel.metadata.shared, "text": text}
+    return {"name": kernel.metadata.name, "shared": kernel.metadata.shared, "text": kernel.asm["ptx"]}
+
+
+def compile_for_amd(arch: Arch, problem: Problem) -> dict:
+    built = TritonPortable().build(problem, arch)
+    return {"name": built.kernel, "shared": built.resources.lds, "text": built.isa}
 
 
 if __name__ == "__main__":
     arch = Arch.parse(sys.argv[1])
+    compile_for = compile_for_nvidia if arch.vendor == "nvidia" else compile_for_amd
     for m, n, h, d, facts in json.loads(sys.argv[2]):
         if "out_dtype" in facts:
             facts["out_dtype"] = getattr(torch, facts["out_dtype"])

@@ -42,6 +42,7 @@ ARCHS = {
 def compile_for(arch: str, cache: Path) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(cache)}
+    environment["LIGHTNING_INDEXER_CACHE_DIR"] = str(cache / "lightning-indexer")
     command = [sys.executable, str(SCRIPT), arch, json.dumps(list(PROBLEMS.values()))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ from lightning_indexer.bench.cases import WINDOWS
 from lightning_indexer.bench.timing import Ceilings
 from lightning_indexer.chunking import Request
 
-COMMANDS = ("info", "explain", "plan", "demo", "verify", "bench")
+COMMANDS = ("info", "explain", "plan", "demo", "verify", "resources", "disasm", "bench")
 BACKENDS = [backend.name for backend in dispatch.backends()]
 SMALL_VERIFY = ("--head-dim", "64", "--heads", "32", "--window", "causal")
 SMALL_BENCH = ("bench", "--device", "cpu", "--backend", "torch-blocked", "--shapes", "16x64", "--heads", "8",

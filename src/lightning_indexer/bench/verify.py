@@ -129,19 +129,30 @@ def _no_room(group: Group, device: torch.device) -> str | None:
 
 
 def _run_group(group: Group, backends: list[str], device: torch.device, index: int) -> Iterator[Outcome]:
-    inputs = make_inputs(group.s_q, group.s_k, group.heads, group.head_dim, device)
-    # The formula is the contract for scales of any sign: every third key's is negative, so the order of scale and ReLU
-    # shows.
-    sign = 1.0 - 2.0 * (torch.arange(group.s_k, device=device) % 3 == 1).float()
-    inputs = replace(inputs, kv_scale=inputs.kv_scale * sign)
-    exact = reference_scores(inputs.q_fp8, inputs.k_fp8, inputs.weights) * inputs.kv_scale + 0.0
-    unquantised = reference_scores(inputs.q, inputs.k, inputs.weights) * sign + 0.0
+    inputs = with_signed_scales(make_inputs(group.s_q, group.s_k, group.heads, group.head_dim, device))
+    exact, unquantised = oracles(inputs)
     for number, case in enumerate(group.cases):
         ks, ke = make_windows(case.window, case.s_q, case.s_k, device)
         # One case in six is repeated, another window in each group.
         repeat = number % 6 == index % 6
         for backend in backends:
             yield _run_case(case, backend, inputs, ks, ke, exact, unquantised, repeat)
+
+
+def with_signed_scales(inputs: Inputs) -> Inputs:
+    """The formula is the contract for scales of any sign: every third key's is negative, so the order of scale and
+    ReLU shows. The unquantised keys' scale is that sign."""
+    return replace(inputs, kv_scale=inputs.kv_scale * _signs(inputs))
+
+
+def _signs(inputs: Inputs) -> torch.Tensor:
+    return 1.0 - 2.0 * (torch.arange(inputs.k.shape[0], device=inputs.k.device) % 3 == 1).float()
+
+
+def oracles(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """[M, N] float32 logits of every position, for the fp8 operands and for the unquantised ones."""
+    exact = reference_scores(inputs.q_fp8, inputs.k_fp8, inputs.weights) * inputs.kv_scale + 0.0
+    return exact, reference_scores(inputs.q, inputs.k, inputs.weights) * _signs(inputs) + 0.0
 
 
 def _run_case(
@@ -155,27 +166,47 @@ def _run_case(
     repeat: bool,
 ) -> Outcome:
     max_seqlen_k = compressed_width(ks, ke, case.s_k) if case.form == "compressed" else 0
-    width = max_seqlen_k or case.s_k
-    problem = case.problem(max_seqlen_k)
-    [verdict] = dispatch.explain(problem, arch_of(ks.device), backend)
+    [verdict] = dispatch.explain(case.problem(max_seqlen_k), arch_of(ks.device), backend)
     if verdict.reason is not None:
         return Outcome(case, backend, "unsupported", verdict.reason)
+    output = call(case, backend, inputs, ks, ke, max_seqlen_k)
+    faults, diff, diff_unquantised = judge(case, output, ks, ke, exact, unquantised)
+    if repeat:
+        again = (call(case, backend, inputs, ks, ke, max_seqlen_k).view for _ in range(REPEATS))
+        where = None if case.form == "clean" else _inside(ks, ke, case.s_k, max_seqlen_k)
+        differing = sum(not _same_bits(logits, output.view, where) for logits in again)
+        if differing:
+            faults.append(f"{differing} of {REPEATS} repeats differ bitwise")
+    return Outcome(case, backend, "fail" if faults else "pass", "; ".join(faults), diff, diff_unquantised, repeat)
 
-    def call() -> GuardedOutput:
-        output = GuardedOutput(case.s_q, width, case.out_dtype, ks.device)
-        fp8_mqa_logits(
-            inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke,
-            clean_logits=problem.clean_logits, max_seqlen_k=max_seqlen_k, out_dtype=case.out_dtype,
-            out=output.view, backend=backend,
-        )  # fmt: skip
-        return output
 
-    output = call()
+def call(
+    case: Case, backend: str, inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor, max_seqlen_k: int
+) -> GuardedOutput:
+    """Runs the case into a guarded output; ``max_seqlen_k`` is its compressed width, 0 in the other forms."""
+    output = GuardedOutput(case.s_q, max_seqlen_k or case.s_k, case.out_dtype, ks.device)
+    fp8_mqa_logits(
+        inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke,
+        clean_logits=case.form == "clean", max_seqlen_k=max_seqlen_k, out_dtype=case.out_dtype,
+        out=output.view, backend=backend,
+    )  # fmt: skip
+    return output
+
+
+def judge(
+    case: Case,
+    output: GuardedOutput,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    exact: torch.Tensor,
+    unquantised: torch.Tensor,
+) -> tuple[list[str], float, float]:
+    """What is wrong with a result, and its calc_diff to both oracles."""
     logits = output.view
-    inside, expected, expected_unquantised = window_mask(ks, ke, case.s_k), exact, unquantised
-    if max_seqlen_k:
-        inside, expected = compress(inside, ks, width), compress(exact, ks, width)
-        expected_unquantised = compress(unquantised, ks, width)
+    width = logits.shape[1] if case.form == "compressed" else 0
+    inside, expected, expected_unquantised = _inside(ks, ke, case.s_k, width), exact, unquantised
+    if width:
+        expected, expected_unquantised = compress(exact, ks, width), compress(unquantised, ks, width)
 
     faults: list[str] = []
     if not output.intact():
@@ -201,13 +232,13 @@ def _run_case(
         bound = max(MAX_DIFF_UNQUANTISED, (1 + MAX_ADDED_SHARE) * calc_diff(expected, expected_unquantised, inside))
         if not diff_unquantised <= bound:
             faults.append(f"calc_diff {diff_unquantised:.2e} to unquantised, allowed {bound:.2e}")
-    if repeat:
-        differing = sum(
-            not _same_bits(call().view, logits, None if problem.clean_logits else inside) for _ in range(REPEATS)
-        )
-        if differing:
-            faults.append(f"{differing} of {REPEATS} repeats differ bitwise")
-    return Outcome(case, backend, "fail" if faults else "pass", "; ".join(faults), diff, diff_unquantised, repeat)
+    return faults, diff, diff_unquantised
+
+
+def _inside(ks: torch.Tensor, ke: torch.Tensor, keys: int, width: int) -> torch.Tensor:
+    """[M, N] bool, or [M, width]: which positions of the result lie in the windows."""
+    mask = window_mask(ks, ke, keys)
+    return compress(mask, ks, width) if width else mask
 
 
 def compressed_width(ks: torch.Tensor, ke: torch.Tensor, keys: int) -> int:

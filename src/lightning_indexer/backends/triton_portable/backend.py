@@ -1,4 +1,8 @@
-"""``triton-portable``: one Triton kernel for every arch that Triton compiles for. Gate and launch."""
+"""``triton-portable``: one Triton kernel for every arch that Triton compiles for. Gate and launch.
+
+Triton's runtime launches it on a GPU. On the CPU it runs in Triton's interpreter, or, where the arch is AMD's, compiled
+for that arch in the simulator (see ``launcher``).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,10 @@ from lightning_indexer import envs
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.gate import unsupported_shape
 from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic, neighbours
-from lightning_indexer.problem import Operands, Problem
+from lightning_indexer.launcher import launcher_for, simulates
+from lightning_indexer.problem import Operands, Problem, row_stride
+from lightning_indexer.toolchain import triton_amd
+from lightning_indexer.toolchain.built import Built
 
 HEADS = (8, 16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
@@ -39,11 +46,17 @@ class TritonPortable:
     def candidates(self, problem: Problem, arch: Arch) -> list[tuple[object, Launch]]:
         return [(config, Launch(problem, arch, config)) for config in neighbours(problem, arch)]
 
+    def build(self, problem: Problem, arch: Arch) -> Built:
+        """The kernel of this problem for an AMD arch, compiled without a device; operands as torch allocates them."""
+        launch = Launch(problem, arch, heuristic(problem, arch))
+        return launch.build(launch.arguments(*_operands_like(problem, arch)))
+
 
 class Launch:
     """The kernel for one problem and one tile config; called with the tensors, it runs on the current stream."""
 
     def __init__(self, problem: Problem, arch: Arch, config: TileConfig) -> None:
+        self.arch = arch
         self.sizes = (problem.rows, problem.keys, problem.width, config.chunk)
         self.grid = (problem.rows * -(-problem.width // config.chunk), 1, 1)
         self.widen = arch.fp8 == "none"
@@ -55,28 +68,71 @@ class Launch:
     def __call__(self, operands: Operands, out: torch.Tensor) -> None:
         from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel
 
-        q, k, kv_scale, weights, ks, ke = operands
-        if self.widen:
-            q, k = q.view(torch.uint8), k.view(torch.uint8)
-        strides = (q.stride(0), q.stride(1), k.stride(0), weights.stride(0), out.stride(0))
-        arguments = (q, k, kv_scale, weights, ks, ke, out, *self.sizes, *strides)
-        with _device_guard(q.device):
-            if not self._aligned(arguments, strides):
+        arguments = self.arguments(operands, out)
+        device = out.device
+        if device.type == "cpu" and simulates(self.arch):
+            self._simulate(arguments)
+            return
+        with _device_guard(device):
+            if not self._aligned(arguments):
                 fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
-            elif (compiled := self.compiled.get(q.device)) is not None:
+            elif (compiled := self.compiled.get(device)) is not None:
                 # Half the host time of the line below, which looks at every argument to find the same kernel.
                 compiled[self.grid](*arguments, *self.constants.values())
             else:
                 compiled = fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
                 if compiled is not None:  # the interpreter has nothing to keep
-                    self.compiled[q.device] = compiled
+                    self.compiled[device] = compiled
 
-    def _aligned(self, arguments: tuple[Any, ...], strides: tuple[int, ...]) -> bool:
+    def arguments(self, operands: Operands, out: torch.Tensor) -> tuple[Any, ...]:
+        """What the kernel is given at run time, in the order of its signature."""
+        q, k, kv_scale, weights, ks, ke = operands
+        if self.widen:
+            q, k = q.view(torch.uint8), k.view(torch.uint8)
+        strides = (q.stride(0), q.stride(1), k.stride(0), weights.stride(0), out.stride(0))
+        return (q, k, kv_scale, weights, ks, ke, out, *self.sizes, *strides)
+
+    def build(self, arguments: tuple[Any, ...]) -> Built:
+        """The kernel for an AMD arch, as Triton's launcher would specialise it on these arguments."""
+        from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel as kernel
+
+        values = dict(zip(kernel.arg_names, (*arguments, *self.constants.values()), strict=True))
+        facts = triton_amd.specialise(kernel, values, self.arch.name, self.options)
+        return triton_amd.compile_triton(
+            kernel, facts.signature, facts.constexprs, facts.attrs, self.arch.name, self.options
+        )
+
+    def _simulate(self, arguments: tuple[Any, ...]) -> None:
+        from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel as kernel
+
+        built = self.build(arguments)
+        values = dict(zip(kernel.arg_names, arguments, strict=False))
+        given = [values[name] for name in built.argument_names]
+        block = 64 * self.options["num_warps"]
+        launcher_for(torch.device("cpu")).launch(built, self.grid, block, given, outputs=("out_ptr",))
+
+    def _aligned(self, arguments: tuple[Any, ...]) -> bool:
         addresses = self.sizes[2]
         for tensor in arguments[:7]:
             addresses |= tensor.data_ptr()
-        s = strides[0] | strides[1] | strides[2] | strides[3] | strides[4]
-        return not (addresses | s) & 15 and s < 2**31
+        strides = arguments[11] | arguments[12] | arguments[13] | arguments[14] | arguments[15]
+        return not (addresses | strides) & 15 and strides < 2**31
+
+
+def _operands_like(problem: Problem, arch: Arch) -> tuple[Operands, torch.Tensor]:
+    """Operands and a result without memory, contiguous, in the dialect that the arch reads."""
+    fp8 = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, keys, heads, head_dim = problem.rows, problem.keys, problem.heads, problem.head_dim
+    operands = Operands(
+        empty(rows, heads, head_dim, dtype=fp8), empty(keys, head_dim, dtype=fp8), empty(keys), empty(rows, heads),
+        empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32),
+    )  # fmt: skip
+    out = empty(rows, row_stride(problem.width, problem.out_dtype), dtype=problem.out_dtype)
+    return operands, out[:, : problem.width]
 
 
 def _device_guard(device: torch.device) -> contextlib.AbstractContextManager[object]:

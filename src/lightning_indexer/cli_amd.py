@@ -1,0 +1,202 @@
+"""Commands that look at AMD kernels on any machine: ``verify --arch``, ``resources``, ``disasm``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+from rich.table import Column, Table
+
+from lightning_indexer import cli_common as common
+from lightning_indexer import dispatch, sim
+from lightning_indexer.arch import Arch
+from lightning_indexer.bench.cases import FORMS, WINDOWS
+from lightning_indexer.cli_common import err, out
+from lightning_indexer.launcher.simulator import ARCHS
+from lightning_indexer.toolchain.built import CompileError
+
+if TYPE_CHECKING:
+    from lightning_indexer.bench.simulated import SimulatedCase, SimulatedOutcome
+
+ArchOption = Annotated[str, typer.Option(help="gfx942 or gfx950; no such device is needed.")]
+
+
+def verify(
+    arch_name: str,
+    names: list[str] | None,
+    windows: list[str] | None,
+    heads: list[int] | None,
+    head_dims: list[int] | None,
+    jobs: int | None,
+    seed: int,
+) -> None:
+    """``verify --arch``: the sweep in the simulator; exit status 1 if any case fails."""
+    from lightning_indexer.bench import simulated
+
+    arch = _amd_arch(arch_name)
+    backends = [backend.name for backend in _amd_backends(names, arch)]
+    for reason in (sim.missing(), *(dispatch.get(name).missing() for name in backends)):
+        if reason is not None:
+            raise typer.BadParameter(reason, param_hint="--arch")
+    for name in windows or []:
+        common.one_of("--window", name, WINDOWS)
+    cases = simulated.sweep(
+        arch.name, backends, windows=windows or WINDOWS, heads=heads, head_dims=head_dims, seed=seed
+    )
+    cases, refused = _supported(cases, arch)
+    if not cases:
+        raise typer.BadParameter("; ".join(refused) or "no case is left", param_hint="--arch")
+    started = time.perf_counter()
+    outcomes: list[SimulatedOutcome] = []
+    with common.progress() as progress, _compile_errors():
+        task = progress.add_task(f"verify on simulated {arch.name}", total=len(cases))
+        for outcome in simulated.run(cases, jobs or os.cpu_count() or 1):
+            outcomes.append(outcome)
+            progress.update(task, advance=1, description=str(outcome.case))
+            if outcome.faults:
+                progress.console.print(f"FAIL {outcome.case}: {outcome.faults}", markup=False, soft_wrap=True)
+    good = _print_outcomes(outcomes, backends, arch, time.perf_counter() - started)
+    for reason, count in refused.items():
+        out.print(f"not supported by {reason}: {count} cases", markup=False, highlight=False)
+    if not good:
+        raise typer.Exit(1)
+
+
+def resources(
+    arch: ArchOption,
+    backend: Annotated[list[str] | None, typer.Option(help="Only this backend; repeat for several.")] = None,
+    heads: Annotated[str, typer.Option(help="Heads, comma-separated.")] = "32,64",
+    head_dim: Annotated[str, typer.Option(help="Head dims, comma-separated.")] = "64,128",
+) -> None:
+    """Registers, LDS, scratch, spills and occupancy of every AMD kernel of the library, from its code object.
+
+    Waves: of one SIMD at once, as registers and LDS allow. Kernels are compiled for 4096 x 32768 logits.
+
+    Examples: `lightning-indexer resources --arch gfx950`, `lightning-indexer resources --arch gfx942 --heads 64`
+    """
+    target = _amd_arch(arch)
+    table = Table(Column("kernel", no_wrap=True), title=f"{target.name} ({target.products})", title_justify="left")
+    for column in ("VGPR", "of them AGPR", "SGPR", "LDS bytes", "scratch", "spills V/S", "waves"):
+        table.add_column(column, justify="right")
+    table.add_column("compiler")
+    for one in _amd_backends(backend, target):
+        for h in common.ints("--heads", heads):
+            for d in common.ints("--head-dim", head_dim):
+                for form in FORMS:
+                    problem = common.problem(f"4096,32768,{h},{d}", form)
+                    if (reason := one.supports(problem, target)) is not None:
+                        raise typer.BadParameter(f"{one.name}: {reason}")
+                    with _compile_errors():
+                        built = one.build(problem, target)
+                    r = built.resources
+                    spills = f"{r.vgpr_spills}/{r.sgpr_spills}"
+                    numbers = (r.vgpr, r.agpr, r.sgpr, r.lds, r.scratch, spills, r.waves_per_simd)
+                    table.add_row(built.kernel, *map(str, numbers), built.compiler)
+    out.print(table)
+
+
+def disasm(
+    arch: ArchOption,
+    backend: Annotated[str, typer.Option(help="The backend whose kernel to print.")] = "triton-portable",
+    shape: Annotated[str, typer.Option(help="M,N,H,D: rows, keys, heads, head dim.")] = "4096,32768,64,128",
+    form: Annotated[str, typer.Option(help=f"One of {', '.join(FORMS)}.")] = "clean",
+    addresses: Annotated[
+        bool, typer.Option("--addresses", help="Decoded from the code object instead, with the simulator's addresses.")
+    ] = False,
+) -> None:
+    """The machine code of an AMD kernel, as the assembly text that its compiler prints.
+
+    Examples: `lightning-indexer disasm --arch gfx950`,
+    `lightning-indexer disasm --arch gfx942 --backend triton-portable --shape 4096,32768,32,128 --form noclean`,
+    `lightning-indexer disasm --arch gfx950 --addresses`
+    """
+    target = _amd_arch(arch)
+    problem = common.problem(shape, form)
+    [one] = _amd_backends([backend], target)
+    if (reason := one.supports(problem, target)) is not None:
+        raise typer.BadParameter(f"{one.name}: {reason}")
+    with _compile_errors():
+        built = one.build(problem, target)
+    if not addresses:
+        typer.echo(built.isa)
+        return
+    if (reason := sim.missing()) is not None:
+        raise typer.BadParameter(reason, param_hint="--addresses")
+    for pc, code, text in sim.listing(built.code_object, built.kernel):
+        typer.echo(f"{pc:#08x}  {code.hex():32}  {text}")
+
+
+def _amd_arch(name: str) -> Arch:
+    return Arch.parse(common.one_of("--arch", name, ARCHS))
+
+
+def _amd_backends(names: Sequence[str] | None, arch: Arch) -> list[dispatch.AmdBackend]:
+    """The backends of these names that have AMD kernels; without names, all that run the usual shape on ``arch``."""
+    usual = common.problem("4096,32768,64,128", "clean")
+    with common.bad_parameter("--backend"):
+        if not names:
+            return [b for b in _with_kernels() if b.supports(usual, arch) is None]
+        found = []
+        for name in dict.fromkeys(names):
+            backend = dispatch.get(name)
+            if not isinstance(backend, dispatch.AmdBackend):
+                raise ValueError(f"{name} has no AMD kernels; these have: {', '.join(b.name for b in _with_kernels())}")
+            found.append(backend)
+        return found
+
+
+def _with_kernels() -> list[dispatch.AmdBackend]:
+    return [backend for backend in dispatch.backends() if isinstance(backend, dispatch.AmdBackend)]
+
+
+def _supported(cases: Sequence[SimulatedCase], arch: Arch) -> tuple[list[SimulatedCase], Counter[str]]:
+    """The cases that their backends' gates admit, and how many each reason keeps out."""
+    admitted, refused = [], Counter[str]()
+    for case in cases:
+        problem = case.case.problem(case.case.s_k if case.case.form == "compressed" else 0)
+        reason = dispatch.get(case.backend).supports(problem, arch)
+        if reason is None:
+            admitted.append(case)
+        else:
+            refused[f"{case.backend}: {reason}"] += 1
+    return admitted, refused
+
+
+def _print_outcomes(outcomes: Sequence[SimulatedOutcome], backends: Sequence[str], arch: Arch, seconds: float) -> bool:
+    """Prints the verdict; True when every case passed, and every backend ran some."""
+    table = Table(
+        "backend", "cases", "passed", "failed", "diff fp32", "diff bf16", "wave-instructions", "a second",
+        title=f"verify on simulated {arch.name}: worst calc_diff", title_justify="left",
+    )  # fmt: skip
+    good = True
+    for backend in backends:
+        mine = [outcome for outcome in outcomes if outcome.case.backend == backend]
+        failed = sum(bool(outcome.faults) for outcome in mine)
+        good &= failed == 0 and len(mine) > 0
+        worst = []
+        for dtype in (torch.float32, torch.bfloat16):
+            diffs = [o.diff for o in mine if o.diff is not None and o.case.case.out_dtype is dtype]
+            worst.append(f"{max(diffs):.1e}" if diffs else "-")
+        instructions, busy = sum(o.instructions for o in mine), sum(o.seconds for o in mine)
+        rate = f"{instructions / busy:,.0f}" if busy else "-"
+        counts = (str(len(mine)), str(len(mine) - failed), str(failed))
+        table.add_row(backend, *counts, *worst, f"{instructions:,}", rate)
+    out.print(table)
+    err.print(f"{seconds:.0f} s; instructions a second are those of one process", highlight=False)
+    return good
+
+
+@contextlib.contextmanager
+def _compile_errors() -> Iterator[None]:
+    """A kernel that does not compile, or a compiler that is missing, ends the command with the compiler's message."""
+    try:
+        yield
+    except CompileError as error:
+        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,383 @@
+"""Global memory: scalar loads, GLOBAL, FLAT, SCRATCH and buffer instructions with their bounds, and copies to LDS."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from semantics import ARCHS, DATA, FULL, LANES, OLD, ORDER, SOME, Load, Store, active_lanes, mnemonics, run_snippet
+
+from lightning_indexer.sim import Memory, Options
+
+SIZE = 16384
+CONTENT = np.random.default_rng(31).integers(0, 256, SIZE, np.uint8)
+MIDDLE = 4096  # where the tests' addresses point, so that negative offsets stay inside
+WAIT = "\ns_waitcnt vmcnt(0) lgkmcnt(0)"
+OPTIONS = [Options(poison=False, deferred=False), Options(poison=False, deferred=True)]
+deferred = pytest.mark.parametrize("options", OPTIONS, ids=["at-once", "deferred"])
+masked = pytest.mark.parametrize("exec_mask", [FULL, SOME], ids=["full", "some"])
+BOTH = ("gfx942", "gfx950")
+NEW = ("gfx950",)
+
+GLOBAL_LOADS = [
+    Load("global_load_ubyte {d}, v[0:1], off", 1),
+    Load("global_load_sbyte {d}, v[0:1], off offset:1", 1, (1,), signed=True),
+    Load("global_load_ushort {d}, v[0:1], off offset:-2", 2, (-2,)),
+    Load("global_load_sshort {d}, v[0:1], off", 2, signed=True),
+    Load("global_load_ubyte_d16 {d}, v[0:1], off", 1, half=0),
+    Load("global_load_ubyte_d16_hi {d}, v[0:1], off", 1, half=1),
+    Load("global_load_sbyte_d16 {d}, v[0:1], off", 1, signed=True, half=0),
+    Load("global_load_sbyte_d16_hi {d}, v[0:1], off", 1, signed=True, half=1),
+    Load("global_load_short_d16 {d}, v[0:1], off", 2, half=0),
+    Load("global_load_short_d16_hi {d}, v[0:1], off", 2, half=1),
+    Load("global_load_dword {d}, v[0:1], off", 4),
+    Load("global_load_dword {d}, v[0:1], off offset:4095", 4, (4095,)),
+    Load("global_load_dwordx2 {d}, v[0:1], off offset:-4096", 8, (-4096,)),
+    Load("global_load_dwordx3 {d}, v[0:1], off", 12),
+    Load("global_load_dwordx4 {d}, v[0:1], off offset:16 sc0 sc1", 16, (16,)),
+    Load("global_load_dword {d}, v6, s[20:21]", 4),
+    Load("global_load_dwordx4 {d}, v6, s[20:21] offset:-16 nt", 16, (-16,)),
+    Load("flat_load_ubyte {d}, v[0:1]", 1),
+    Load("flat_load_dword {d}, v[0:1] offset:8", 4, (8,)),
+    Load("flat_load_dwordx4 {d}, v[0:1]", 16),
+]
+GLOBAL_STORES = [
+    Store("global_store_byte v[0:1], v2, off", 1),
+    Store("global_store_byte_d16_hi v[0:1], v2, off offset:3", 1, (3,), half=1),
+    Store("global_store_short v[0:1], v2, off offset:-2", 2, (-2,)),
+    Store("global_store_short_d16_hi v[0:1], v2, off", 2, half=1),
+    Store("global_store_dword v[0:1], v2, off", 4),
+    Store("global_store_dwordx2 v[0:1], v[2:3], off offset:8", 8, (8,)),
+    Store("global_store_dwordx3 v[0:1], v[2:4], off", 12),
+    Store("global_store_dwordx4 v[0:1], v[2:5], off nt", 16),
+    Store("global_store_dword v6, v2, s[20:21] offset:4", 4, (4,)),
+    Store("global_store_dwordx4 v6, v[2:5], s[20:21]", 16),
+    Store("flat_store_dword v[0:1], v2", 4),
+    Store("flat_store_dwordx4 v[0:1], v[2:5]", 16),
+]
+
+
+def low_high(address: int | np.ndarray) -> tuple:
+    return address & 0xFFFFFFFF, address >> 32
+
+
+def pointers(base: int, offsets: np.ndarray) -> dict[int, np.ndarray]:
+    """v[0:1] with each lane's address, v6 with its offset from SGPR pair 20."""
+    low, high = low_high(np.uint64(base) + offsets.astype(np.uint64))
+    return {0: low.astype(np.uint32), 1: high.astype(np.uint32), 6: offsets.astype(np.uint32)}
+
+
+@deferred
+@masked
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("load", GLOBAL_LOADS, ids=str)
+def test_global_load(arch, load, exec_mask, options):
+    memory = Memory()
+    address = memory.register("content", CONTENT, writable=False) + MIDDLE
+    offsets = ORDER * np.uint32(52) + np.uint32(1 if load.bytes < 2 else 0)
+    vgprs = pointers(address, offsets) | {10 + n: OLD for n in range(load.registers)}
+    sgprs = dict(zip((20, 21), low_high(address), strict=True))
+    state = run_snippet(
+        arch, load.line() + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options
+    )
+    load.check(state, load.values(CONTENT, MIDDLE + offsets), exec_mask)
+
+
+@deferred
+@masked
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("store", GLOBAL_STORES, ids=str)
+def test_global_store(arch, store, exec_mask, options):
+    memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
+    address = memory.register("content", content) + MIDDLE
+    offsets = ORDER * np.uint32(20)
+    vgprs = pointers(address, offsets) | {2: DATA[0], 3: DATA[1], 4: DATA[2], 5: DATA[3]}
+    sgprs = dict(zip((20, 21), low_high(address), strict=True))
+    run_snippet(arch, store.asm + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
+    store.apply(expected, MIDDLE + offsets, exec_mask)
+    np.testing.assert_array_equal(content, expected)
+
+
+# Result registers, dwords, and byte offset from the address in s[20:21]; s22 is 64.
+SCALAR_LOADS = {
+    "s_load_dword s40, s[20:21], 0x0": (40, 1, 0),
+    "s_load_dword s40, s[20:21], 0x58": (40, 1, 0x58),
+    "s_load_dword s40, s[20:21], -0x10": (40, 1, -0x10),
+    "s_load_dword s40, s[20:21], s22": (40, 1, 64),
+    "s_load_dword s40, s[20:21], s22 offset:0x8": (40, 1, 72),
+    "s_load_dwordx2 s[40:41], s[20:21], 0x48": (40, 2, 0x48),
+    "s_load_dwordx4 s[40:43], s[20:21], 0x28": (40, 4, 0x28),
+    "s_load_dwordx8 s[40:47], s[20:21], 0x8": (40, 8, 8),
+    "s_load_dwordx16 s[40:55], s[20:21], 0x400": (40, 16, 0x400),
+    "s_buffer_load_dword s40, s[24:27], 0x10": (40, 1, 0x10),
+    "s_buffer_load_dwordx2 s[40:41], s[24:27], s22": (40, 2, 64),
+    "s_buffer_load_dwordx4 s[40:43], s[24:27], 0x20": (40, 4, 0x20),
+    "s_buffer_load_dwordx8 s[40:47], s[24:27], 0x40": (40, 8, 0x40),
+    "s_buffer_load_dwordx16 s[40:55], s[24:27], 0x0": (40, 16, 0),
+}
+
+
+def resource(base: int, records: int, stride: int = 0) -> dict[int, int]:
+    """s[24:27]: a linear buffer of 32-bit data."""
+    return {24: base & 0xFFFFFFFF, 25: base >> 32 | stride << 16, 26: records, 27: 0x00027000}
+
+
+@deferred
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("asm", SCALAR_LOADS)
+def test_scalar_load(arch, asm, options):
+    """EXEC plays no part."""
+    first, count, offset = SCALAR_LOADS[asm]
+    memory = Memory()
+    address = memory.register("content", CONTENT, writable=False) + MIDDLE
+    sgprs = dict(zip((20, 21), low_high(address), strict=True)) | {22: 64} | resource(address, 4096)
+    state = run_snippet(arch, asm + WAIT, sgprs=sgprs, memory=memory, exec_mask=0, options=options)
+    start = MIDDLE + offset
+    expected = CONTENT[start : start + 4 * count].view(np.uint32)
+    assert [state.sgpr[first + n] for n in range(count)] == expected.tolist()
+
+
+BUFFER_LOADS = [
+    Load("buffer_load_ubyte {d}, v0, s[24:27], 0 offen", 1),
+    Load("buffer_load_sbyte {d}, v0, s[24:27], 0 offen offset:1", 1, (1,), signed=True),
+    Load("buffer_load_ushort {d}, v0, s[24:27], 0 offen", 2),
+    Load("buffer_load_sshort {d}, v0, s[24:27], 0 offen offset:2", 2, (2,), signed=True),
+    Load("buffer_load_short_d16 {d}, v0, s[24:27], 0 offen", 2, half=0),
+    Load("buffer_load_short_d16_hi {d}, v0, s[24:27], 0 offen", 2, half=1),
+    Load("buffer_load_ubyte_d16 {d}, v0, s[24:27], 0 offen", 1, half=0),
+    Load("buffer_load_dword {d}, v0, s[24:27], 0 offen", 4),
+    Load("buffer_load_dword {d}, v0, s[24:27], s22 offen offset:4092", 4, (4092 + 64,)),
+    Load("buffer_load_dword {d}, off, s[24:27], s22 offset:12", 4, (12 + 64,)),
+    Load("buffer_load_dwordx2 {d}, v0, s[24:27], 0 offen", 8),
+    Load("buffer_load_dwordx3 {d}, v0, s[24:27], 0 offen", 12),
+    Load("buffer_load_dwordx4 {d}, v0, s[24:27], 16 offen offset:32 sc0 nt", 16, (48,)),
+]
+BUFFER_STORES = [
+    Store("buffer_store_byte v2, v0, s[24:27], 0 offen", 1),
+    Store("buffer_store_short v2, v0, s[24:27], 0 offen offset:2", 2, (2,)),
+    Store("buffer_store_short_d16_hi v2, v0, s[24:27], 0 offen", 2, half=1),
+    Store("buffer_store_dword v2, v0, s[24:27], 0 offen offset:4", 4, (4,)),
+    Store("buffer_store_dwordx2 v[2:3], v0, s[24:27], s22 offen", 8, (64,)),
+    Store("buffer_store_dwordx3 v[2:4], v0, s[24:27], 0 offen", 12),
+    Store("buffer_store_dwordx4 v[2:5], v0, s[24:27], 0 offen", 16),
+]
+
+
+@deferred
+@masked
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("load", BUFFER_LOADS, ids=str)
+def test_buffer_load(arch, load, exec_mask, options):
+    memory = Memory()
+    address = memory.register("content", CONTENT, writable=False)
+    offsets = ORDER * np.uint32(52)
+    vgprs = {0: offsets} | {10 + n: OLD for n in range(load.registers)}
+    sgprs = resource(address, SIZE) | {22: 64}
+    state = run_snippet(
+        arch, load.line() + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options
+    )
+    if " off," in load.asm:
+        offsets = np.zeros(64, np.uint32)
+    load.check(state, load.values(CONTENT, offsets), exec_mask)
+
+
+@deferred
+@masked
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("store", BUFFER_STORES, ids=str)
+def test_buffer_store(arch, store, exec_mask, options):
+    memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
+    address = memory.register("content", content)
+    offsets = ORDER * np.uint32(20)
+    vgprs = {0: offsets, 2: DATA[0], 3: DATA[1], 4: DATA[2], 5: DATA[3]}
+    sgprs = resource(address, SIZE) | {22: 64}
+    run_snippet(arch, store.asm + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
+    store.apply(expected, offsets, exec_mask)
+    np.testing.assert_array_equal(content, expected)
+
+
+# Raw buffer: out of range if inst_offset + voffset >= num_records, each dword by itself; soffset does not count.
+EDGE = 1024
+RAW_OFFSETS = (EDGE - 16 + 4 * (LANES % 8)).astype(np.uint32)
+RAW_OFFSETS[[60, 61, 62, 63]] = 0xFFFFFFFC, 0x80000000, 0x7FFFFFFC, 0xFFFFFFF0
+
+
+def raw_components(offsets: np.ndarray, extra: int, counts: int, soffset: int = 0) -> np.ndarray:
+    at = offsets.astype(np.int64)[:, None] + extra + 4 * np.arange(counts)
+    words = CONTENT.view(np.uint32)[np.clip(at + soffset, 0, SIZE - 4) // 4]
+    return np.where(at < EDGE, words, 0)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_raw_buffer_bounds(arch):
+    """Loads give 0 out of range, stores are dropped; offsets are unsigned and do not wrap."""
+    asm = f"""buffer_load_dword v10, v0, s[24:27], 0 offen
+        buffer_load_dwordx4 v[12:15], v0, s[24:27], 0 offen
+        buffer_load_dword v16, v0, s[24:27], 0 offen offset:8
+        buffer_load_dword v17, v0, s[24:27], s22 offen
+        buffer_load_ubyte v18, v0, s[24:27], 0 offen{WAIT}"""
+    memory = Memory()
+    address = memory.register("content", CONTENT, writable=False)
+    vgprs = {0: RAW_OFFSETS} | dict.fromkeys((10, 12, 13, 14, 15, 16, 17, 18), OLD)
+    state = run_snippet(arch, asm, vgprs=vgprs, sgprs=resource(address, EDGE) | {22: 64}, memory=memory)
+    words = raw_components(RAW_OFFSETS, 0, 4)
+    np.testing.assert_array_equal(state.vgpr[10], words[:, 0])
+    np.testing.assert_array_equal(np.stack([state.vgpr[12 + n] for n in range(4)], 1), words)
+    np.testing.assert_array_equal(state.vgpr[16], raw_components(RAW_OFFSETS, 8, 1)[:, 0])
+    np.testing.assert_array_equal(state.vgpr[17], raw_components(RAW_OFFSETS, 0, 1, soffset=64)[:, 0])
+    np.testing.assert_array_equal(state.vgpr[18], words[:, 0] & 0xFF)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_raw_buffer_stores_out_of_range_are_dropped(arch):
+    memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
+    address = memory.register("content", content)
+    offsets = (EDGE - 512 + 16 * LANES - 8).astype(np.uint32)
+    vgprs = {0: offsets, 2: DATA[0], 3: DATA[1], 4: DATA[2], 5: DATA[3]}
+    asm = f"buffer_store_dwordx4 v[2:5], v0, s[24:27], 0 offen{WAIT}"
+    run_snippet(arch, asm, vgprs=vgprs, sgprs=resource(address, EDGE), memory=memory)
+    Store(asm, 16).apply(expected, offsets, FULL)
+    expected[EDGE:] = CONTENT[EDGE:]
+    np.testing.assert_array_equal(content, expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_structured_buffer(arch):
+    """Address: base + stride * index + offsets; out of range if the index is, whatever the offset."""
+    stride, records = 48, 40
+    asm = f"""buffer_load_dword v10, v0, s[24:27], 0 idxen
+        buffer_load_dwordx2 v[12:13], v[0:1], s[24:27], s22 idxen offen offset:4{WAIT}"""
+    memory = Memory()
+    address = memory.register("content", CONTENT, writable=False)
+    index, offset = ORDER, (LANES % 16 * 4).astype(np.uint32)
+    sgprs = resource(address, records, stride) | {22: 64}
+    vgprs = {0: index, 1: offset} | dict.fromkeys((10, 12, 13), OLD)
+    state = run_snippet(arch, asm, vgprs=vgprs, sgprs=sgprs, memory=memory)
+    words = CONTENT.view(np.uint32)
+    at = index.astype(np.int64) * stride // 4
+    np.testing.assert_array_equal(state.vgpr[10], np.where(index < records, words[at], 0))
+    at += (offset + 64 + 4) // 4
+    for n in range(2):
+        np.testing.assert_array_equal(state.vgpr[12 + n], np.where(index < records, words[at + n], 0))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_buffer_offsets_reach_past_2_gib(arch):
+    """Offset and num_records are unsigned 32 bits; the sum with the base has 64."""
+    memory = Memory()
+    base, offset = 0x7_FFFF_F000, 0x9000_0040
+    memory.register("far", CONTENT[:4096], address=base + offset, writable=False)
+    vgprs = {0: (offset + 4 * LANES).astype(np.uint32), 10: OLD, 11: OLD}
+    asm = f"""buffer_load_dword v10, v0, s[24:27], 0 offen
+        buffer_load_dword v11, v0, s[28:31], 0 offen{WAIT}"""
+    short = {28 + n: word for n, word in enumerate(resource(base, 0x8000_0000).values())}
+    state = run_snippet(arch, asm, vgprs=vgprs, sgprs=resource(base, 0xFFFF_FFFF) | short, memory=memory)
+    np.testing.assert_array_equal(state.vgpr[10], CONTENT[:256].view(np.uint32))
+    np.testing.assert_array_equal(state.vgpr[11], np.zeros(64))
+
+
+# Copies to LDS: asm, bytes a lane, offset in memory and (with M0) in LDS. A lane's place does not depend on EXEC.
+COPIES = {
+    "buffer_load_dword v0, s[24:27], 0 offen lds": (4, 0, 0, BOTH),
+    "buffer_load_dword v0, s[24:27], s22 offen offset:12 lds": (4, 76, 12, BOTH),
+    "buffer_load_dwordx4 v0, s[24:27], 0 offen lds": (16, 0, 0, NEW),
+    "buffer_load_dwordx4 v0, s[24:27], 0 offen offset:64 lds": (16, 64, 64, NEW),
+    "global_load_lds_dword v[0:1], off": (4, 0, 0, BOTH),
+    "global_load_lds_dword v6, s[20:21] offset:32": (4, 32, 32, BOTH),
+    "global_load_lds_dwordx4 v[0:1], off": (16, 0, 0, NEW),
+    "global_load_lds_dwordx4 v[0:1], off offset:1024": (16, 1024, 1024, NEW),
+}
+LDS = np.random.default_rng(33).integers(0, 256, SIZE, np.uint8)
+
+
+@deferred
+@masked
+@pytest.mark.parametrize(("arch", "asm"), [(arch, asm) for asm, row in COPIES.items() for arch in row[3]])
+def test_copy_to_lds(arch, asm, exec_mask, options):
+    width, offset, lds_offset, _ = COPIES[asm]
+    memory, m0 = Memory(), 2048
+    address = memory.register("content", CONTENT, writable=False)
+    offsets = ORDER * np.uint32(48)
+    vgprs = {0: offsets} if asm.startswith("buffer") else pointers(address, offsets)
+    sgprs = resource(address, SIZE) | {22: 64} | dict(zip((20, 21), low_high(address), strict=True))
+    state = run_snippet(
+        arch, asm + WAIT, vgprs=vgprs, sgprs=sgprs, m0=m0, lds=LDS, memory=memory, exec_mask=exec_mask, options=options
+    )
+    expected = LDS.copy()
+    for lane in np.flatnonzero(active_lanes(exec_mask)):
+        source, place = int(offsets[lane]) + offset, m0 + lds_offset + width * int(lane)
+        expected[place : place + width] = CONTENT[source : source + width]
+    np.testing.assert_array_equal(state.lds[:SIZE], expected)
+
+
+@pytest.mark.parametrize(("arch", "name", "width"), [("gfx942", "dword", 4), ("gfx950", "dword", 4),
+                                                     ("gfx950", "dwordx4", 16)])  # fmt: skip
+def test_copy_to_lds_out_of_range_writes_zeros(arch, name, width):
+    memory = Memory()
+    address = memory.register("content", CONTENT, writable=False)
+    offsets = (EDGE - 32 * width + LANES * width).astype(np.uint32)
+    asm = f"buffer_load_{name} v0, s[24:27], 0 offen lds{WAIT}"
+    state = run_snippet(arch, asm, vgprs={0: offsets}, sgprs=resource(address, EDGE), m0=0, lds=LDS, memory=memory)
+    expected = np.concatenate([CONTENT[EDGE - 32 * width : EDGE], np.zeros(32 * width, np.uint8)])
+    np.testing.assert_array_equal(state.lds[: 64 * width], expected)
+    np.testing.assert_array_equal(state.lds[64 * width : SIZE], LDS[64 * width :])
+
+
+@pytest.mark.parametrize("arch", ["gfx950"])
+def test_three_dwords_to_lds_skip_the_fourth(arch):
+    memory = Memory()
+    address = memory.register("content", CONTENT, writable=False)
+    asm = f"buffer_load_dwordx3 v0, s[24:27], 0 offen lds{WAIT}"
+    vgprs = {0: (LANES * 12).astype(np.uint32)}
+    state = run_snippet(arch, asm, vgprs=vgprs, sgprs=resource(address, SIZE), m0=0, lds=LDS, memory=memory)
+    expected = LDS[:1024].reshape(64, 16).copy()
+    expected[:, :12] = CONTENT[: 64 * 12].reshape(64, 12)
+    np.testing.assert_array_equal(state.lds[:1024], expected.reshape(-1))
+
+
+SCRATCH = """scratch_store_dword off, v2, off offset:16
+    scratch_store_dwordx2 off, v[2:3], off offset:24
+    scratch_store_dwordx3 off, v[2:4], off offset:32
+    scratch_store_dwordx4 off, v[2:5], off offset:48
+    scratch_store_byte off, v4, off offset:64
+    scratch_store_short off, v5, off offset:66
+    scratch_store_dword v0, v3, off
+    scratch_store_dword off, a1, s22 offset:4
+    s_waitcnt vmcnt(0)
+    scratch_load_dword v10, off, off offset:16
+    scratch_load_dwordx2 v[12:13], off, off offset:24
+    scratch_load_dwordx3 v[14:16], off, off offset:32
+    scratch_load_dwordx4 v[18:21], off, off offset:48
+    scratch_load_ubyte v22, off, off offset:64
+    scratch_load_sbyte v23, off, off offset:64
+    scratch_load_ushort v24, off, off offset:66
+    scratch_load_sshort v25, off, off offset:66
+    scratch_load_dword v26, v0, off
+    scratch_load_dword a2, off, s22 offset:4
+    scratch_load_dword v27, off, off offset:48
+    s_waitcnt vmcnt(0)"""
+
+
+@masked
+@pytest.mark.parametrize("arch", ARCHS)
+def test_scratch(arch, exec_mask):
+    """Every lane has its own memory at the same offsets."""
+    a, b, c, d = DATA
+    vgprs = {0: (128 + 4 * (LANES % 8)).astype(np.uint32), 2: a, 3: b, 4: c, 5: d} | dict.fromkeys(range(10, 28), OLD)
+    state = run_snippet(arch, SCRATCH, vgprs=vgprs, agprs={1: d, 2: OLD}, sgprs={22: 200}, exec_mask=exec_mask)
+    expected = {
+        10: a, 12: a, 13: b, 14: a, 15: b, 16: c, 18: a, 19: b, 20: c, 21: d, 22: c & 0xFF,
+        23: c.astype(np.int8).astype(np.int32).view(np.uint32), 24: d & 0xFFFF,
+        25: d.astype(np.int16).astype(np.int32).view(np.uint32), 26: b, 27: a,
+    }  # fmt: skip
+    active = active_lanes(exec_mask)
+    for register, values in expected.items():
+        np.testing.assert_array_equal(state.vgpr[register], np.where(active, values, OLD), f"v{register}")
+    np.testing.assert_array_equal(state.agpr[2], np.where(active, d, OLD))
+
+
+OPCODES = mnemonics(
+    "\n".join(
+        [row.asm for row in (*GLOBAL_LOADS, *GLOBAL_STORES, *BUFFER_LOADS, *BUFFER_STORES)]
+        + [*SCALAR_LOADS, *COPIES, SCRATCH]
+    )
+)

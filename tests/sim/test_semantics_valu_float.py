@@ -1,0 +1,241 @@
+"""Floating-point instructions of the vector unit, their modifiers, and packed float32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from semantics import (
+    ARCHS,
+    CARRY_LANES,
+    FULL,
+    SCALAR_FLOAT,
+    Row,
+    Table,
+    both,
+    clamp01,
+    fma,
+    fmax,
+    fmin,
+    gfx950,
+    normal,
+    run_snippet,
+)
+
+F32, F16 = np.float32, np.float16
+ONE, HALF = F32(1), F32(0.5)
+
+
+def legacy_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.where((a == 0) | (b == 0), F32(0), a * b)
+
+
+def med3(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """The middle of three; the least of what is left where one is a NaN."""
+    some_nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
+    largest = fmax(fmax(a, b), c)
+    middle = np.where(largest == a, fmax(b, c), np.where(largest == b, fmax(a, c), fmax(a, b)))
+    return np.where(some_nan, fmin(fmin(a, b), c), middle)
+
+
+def maximum3(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """IEEE 754-2019 maximum: a NaN wins."""
+    some_nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
+    return np.where(some_nan, a.dtype.type(np.nan), fmax(fmax(a, b), c))
+
+
+def minimum3(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    some_nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
+    return np.where(some_nan, a.dtype.type(np.nan), fmin(fmin(a, b), c))
+
+
+def scaled(a: np.ndarray, exponent: np.ndarray) -> np.ndarray:
+    """a * 2**exponent, rounded once."""
+    return np.ldexp(a.astype(np.float64), np.clip(exponent, -600, 600)).astype(a.dtype)
+
+
+def mantissa(a: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(a), np.frexp(a)[0], a)
+
+
+def exponent(a: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(a), np.frexp(a)[1], 0)
+
+
+def elements(*columns: np.ndarray) -> np.ndarray:
+    return np.stack(columns, axis=1)
+
+
+def wide_range(*values: np.ndarray) -> np.ndarray:
+    """Operands whose reciprocals and roots are no denormals either."""
+    return normal(*values) & np.logical_and.reduce([(np.abs(x) < 2.0**126) | ~np.isfinite(x) for x in values])
+
+
+TWO_OPERANDS = Table(
+    both("v_add_f32", "f32 f32 -> f32", lambda a, b: a + b),
+    both("v_sub_f32", "f32 f32 -> f32", lambda a, b: a - b),
+    both("v_subrev_f32", "f32 f32 -> f32", lambda a, b: b - a),
+    both("v_mul_f32", "f32 f32 -> f32", lambda a, b: a * b),
+    both("v_max_f32", "f32 f32 -> f32", fmax),
+    both("v_min_f32", "f32 f32 -> f32", fmin),
+    Row("v_mul_legacy_f32 {d}, {a}, {b}", "f32 f32 -> f32", legacy_product),
+    Row("v_max_f32_e32 {d}, 0, {b}", "f32 f32 -> f32", lambda a, b: fmax(np.zeros_like(b), b)),
+    Row("v_mul_f32_e32 {d}, 0x4f7ffffe, {b}", "f32 f32 -> f32", lambda a, b: F32(4294966784.0) * b),
+    Row("v_mul_f32_e32 {d}, 0.15915494, {b}", "f32 f32 -> f32", lambda a, b: np.uint32(0x3E22F983).view(F32) * b),
+    Row("v_add_f32_e32 {d}, -0.5, {b}", "f32 f32 -> f32", lambda a, b: b - HALF),
+    Row("v_add_f32_e32 {d}, {f}, {b}", "f32 f32 -> f32", lambda a, b: SCALAR_FLOAT + b),
+    # An integer inline constant is its bits: 1 is the smallest denormal.
+    Row("v_add_f32_e32 {d}, 1, {b}", "f32 f32 -> f32", lambda a, b: np.uint32(1).view(F32) + b),
+    Row("v_ldexp_f32 {d}, {a}, {b}", "f32 i32 -> f32", scaled),
+)  # fmt: skip
+
+FUSED = Table(
+    Row("v_fma_f32 {d}, {a}, {b}, {c}", "f32 f32 f32 -> f32", fma),
+    Row("v_fma_f32 {d}, {a}, {b}, 0", "f32 f32 -> f32", lambda a, b: fma(a, b, np.zeros(64))),
+    Row("v_fma_f32 {d}, -{a}, |{b}|, {c}", "f32 f32 f32 -> f32", lambda a, b, c: fma(-a, np.abs(b), c)),
+    Row("v_fma_f32 {d}, {a}, {b}, -|{c}| clamp", "f32 f32 f32 -> f32", lambda a, b, c: clamp01(fma(a, b, -np.abs(c))),
+        domain=lambda a, b, c: fma(a, b, -np.abs(c)) != 0),  # the sign of a clamped zero is not in the documents
+    Row("v_mov_b32 {d}, {c}\nv_fmac_f32_e32 {d}, {a}, {b}", "f32 f32 f32 -> f32", fma),
+    Row("v_mov_b32 {d}, {c}\nv_fmac_f32_e64 {d}, -{a}, |{b}|", "f32 f32 f32 -> f32",
+        lambda a, b, c: fma(-a, np.abs(b), c)),
+    Row("v_fmaak_f32 {d}, {a}, {b}, 0x40490fdb", "f32 f32 -> f32", lambda a, b: fma(a, b, F32(np.pi))),
+    Row("v_fmamk_f32 {d}, {a}, 0x40490fdb, {b}", "f32 f32 -> f32", lambda a, b: fma(a, np.full(64, F32(np.pi)), b)),
+    Row("v_max3_f32 {d}, {a}, {b}, {c}", "f32 f32 f32 -> f32", lambda a, b, c: fmax(fmax(a, b), c)),
+    Row("v_min3_f32 {d}, {a}, {b}, {c}", "f32 f32 f32 -> f32", lambda a, b, c: fmin(fmin(a, b), c)),
+    # Which zero is the median of zeros of both signs is left open by "==".
+    Row("v_med3_f32 {d}, {a}, {b}, {c}", "f32 f32 f32 -> f32", med3, domain=lambda a, b, c: med3(a, b, c) != 0),
+    Row("v_med3_f32 {d}, {a}, 0, 1.0", "f32 -> f32", lambda a: np.where(np.isnan(a), 0, np.clip(a, 0, 1)),
+        domain=lambda a: ~(np.isnan(a) | (a == 0))),
+    gfx950("v_maximum3_f32 {d}, {a}, {b}, {c}", "f32 f32 f32 -> f32", maximum3),
+    gfx950("v_minimum3_f32 {d}, {a}, {b}, {c}", "f32 f32 f32 -> f32", minimum3),
+    gfx950("v_maximum3_f32 {d}, {a}, {a}, 0", "f32 -> f32", lambda a: maximum3(a, a, np.zeros_like(a))),
+)  # fmt: skip
+
+ONE_OPERAND = Table(
+    both("v_floor_f32", "f32 -> f32", np.floor),
+    both("v_ceil_f32", "f32 -> f32", np.ceil),
+    both("v_trunc_f32", "f32 -> f32", np.trunc),
+    both("v_rndne_f32", "f32 -> f32", np.rint),
+    # Of tiny negative numbers 1 - x rounds to 1, which some documents exclude; of infinities it is inf - inf.
+    both("v_fract_f32", "f32 -> f32", lambda a: a - np.floor(a), domain=lambda a: (np.abs(a) > 1e-7) & np.isfinite(a)),
+    both("v_frexp_mant_f32", "f32 -> f32", mantissa),
+    both("v_frexp_exp_i32_f32", "f32 -> i32", exponent, domain=lambda a: a != 0),
+    both("v_rcp_f32", "f32 -> f32", lambda a: ONE / a, ulp=1, domain=wide_range),
+    both("v_rcp_iflag_f32", "f32 -> f32", lambda a: ONE / a, ulp=1, domain=wide_range),
+    both("v_rsq_f32", "f32 -> f32", lambda a: (1 / np.sqrt(a.astype(np.float64))).astype(F32), ulp=1, domain=normal),
+    both("v_sqrt_f32", "f32 -> f32", np.sqrt, ulp=1, domain=normal),
+    both("v_exp_f32", "f32 -> f32", lambda a: np.exp2(a.astype(np.float64)).astype(F32), ulp=1,
+         domain=lambda a: normal(a) & ~((a < -126) & (a > -200))),
+    # Near 1 the logarithm cancels: one step of float32 there is not what the accuracy means.
+    both("v_log_f32", "f32 -> f32", lambda a: np.log2(a.astype(np.float64)).astype(F32), ulp=1,
+         domain=lambda a: normal(a) & ~((a > 0.9) & (a < 1.1) & (a != 1))),
+)  # fmt: skip
+
+MODIFIERS = Table(
+    Row("v_add_f32_e64 {d}, -{a}, {b}", "f32 f32 -> f32", lambda a, b: -a + b),
+    Row("v_add_f32_e64 {d}, |{a}|, -|{b}|", "f32 f32 -> f32", lambda a, b: np.abs(a) - np.abs(b)),
+    Row("v_mul_f32_e64 {d}, -|{a}|, {f}", "f32 -> f32", lambda a: -np.abs(a) * SCALAR_FLOAT),
+    Row("v_max_f32_e64 {d}, -{a}, 0", "f32 -> f32", lambda a: fmax(-a, np.zeros_like(a))),
+    Row("v_mul_f32_e64 {d}, {a}, {b} clamp", "f32 f32 -> f32", lambda a, b: clamp01(a * b),
+        domain=lambda a, b: a * b != 0),
+    Row("v_add_f32_e64 {d}, {a}, {b} clamp", "f32 f32 -> f32", lambda a, b: clamp01(a + b),
+        domain=lambda a, b: a + b != 0),
+    Row("v_max_f32_e64 {d}, {a}, {a} clamp", "f32 -> f32", clamp01, domain=lambda a: a != 0),
+    # "If output denormals are enabled, then output modifiers are ignored", and in IEEE mode too.
+    Row("v_mul_f32_e64 {d}, {a}, {b} mul:2", "f32 f32 -> f32", lambda a, b: a * b),
+    Row("v_add_f32_e64 {d}, {a}, {b} div:2", "f32 f32 -> f32", lambda a, b: a + b),
+    Row("v_cndmask_b32_e64 {d}, -{a}, |{b}|, {k}", "f32 f32 -> f32", lambda a, b: np.where(CARRY_LANES, np.abs(b), -a)),
+    Row("v_rcp_f32_e64 {d}, -|{a}|", "f32 -> f32", lambda a: ONE / -np.abs(a), ulp=1, domain=wide_range),
+)  # fmt: skip
+
+HALVES = Table(
+    both("v_add_f16", "f16 f16 -> f16", lambda a, b: a + b),
+    both("v_sub_f16", "f16 f16 -> f16", lambda a, b: a - b),
+    both("v_subrev_f16", "f16 f16 -> f16", lambda a, b: b - a),
+    both("v_mul_f16", "f16 f16 -> f16", lambda a, b: a * b),
+    both("v_max_f16", "f16 f16 -> f16", fmax),
+    both("v_min_f16", "f16 f16 -> f16", fmin),
+    Row("v_fma_f16 {d}, {a}, {b}, {c}", "f16 f16 f16 -> f16", fma),
+    # op_sel picks the upper half of an operand, and as the fourth bit that of the result; the other half is kept.
+    Row("v_mov_b32 {d}, {a}\nv_fma_f16 {d}, {a}, -{b}, {c} op_sel:[1,0,1,1]", "f16x2 f16x2 f16x2 -> f16x2",
+        lambda a, b, c: elements(a[:, 0], fma(a[:, 1], -b[:, 0], c[:, 1]))),
+    Row("v_pack_b32_f16 {d}, {a}, {b}", "f16x2 f16x2 -> f16x2", lambda a, b: elements(a[:, 0], b[:, 0])),
+    Row("v_pack_b32_f16 {d}, {a}, {b} op_sel:[1,0]", "f16x2 f16x2 -> f16x2", lambda a, b: elements(a[:, 1], b[:, 0])),
+    Row("v_pk_add_f16 {d}, {a}, {b}", "f16x2 f16x2 -> f16x2", lambda a, b: a + b),
+    Row("v_pk_mul_f16 {d}, {a}, {b}", "f16x2 f16x2 -> f16x2", lambda a, b: a * b),
+    Row("v_pk_fma_f16 {d}, {a}, {b}, {c}", "f16x2 f16x2 f16x2 -> f16x2", fma),
+    Row("v_pk_max_f16 {d}, {a}, {b}", "f16x2 f16x2 -> f16x2", fmax),
+    Row("v_pk_min_f16 {d}, {a}, {b}", "f16x2 f16x2 -> f16x2", fmin),
+    Row("v_pk_mul_f16 {d}, {a}, {b} op_sel:[0,1] op_sel_hi:[0,1] neg_lo:[1,0] neg_hi:[0,1]", "f16x2 f16x2 -> f16x2",
+        lambda a, b: elements(-a[:, 0] * b[:, 1], a[:, 0] * -b[:, 1])),
+    gfx950("v_pk_maximum3_f16 {d}, {a}, {b}, {c}", "f16x2 f16x2 f16x2 -> f16x2", maximum3),
+    gfx950("v_pk_minimum3_f16 {d}, {a}, {b}, {c}", "f16x2 f16x2 f16x2 -> f16x2", minimum3),
+)  # fmt: skip
+
+PACKED = Table(
+    Row("v_pk_add_f32 {d}, {a}, {b}", "f32x2 f32x2 -> f32x2", lambda a, b: a + b),
+    Row("v_pk_mul_f32 {d}, {a}, {b}", "f32x2 f32x2 -> f32x2", lambda a, b: a * b),
+    Row("v_pk_fma_f32 {d}, {a}, {b}, {c}", "f32x2 f32x2 f32x2 -> f32x2", fma),
+    Row("v_pk_fma_f32 {d}, {a}, {b}, 0 op_sel_hi:[1,1,0]", "f32x2 f32x2 -> f32x2",
+        lambda a, b: fma(a, b, np.zeros_like(a))),
+    Row("v_pk_mul_f32 {d}, {a}, 0.5 op_sel_hi:[1,0]", "f32x2 -> f32x2", lambda a: a * HALF),
+    Row("v_pk_mul_f32 {d}, {a}, s[10:11] op_sel:[0,1]", "f32x2 -> f32x2", lambda a: a * SCALAR_FLOAT),
+    Row("v_pk_add_f32 {d}, {a}, {b} op_sel:[1,0] op_sel_hi:[0,1]", "f32x2 f32x2 -> f32x2",
+        lambda a, b: a[:, ::-1] + b),
+    Row("v_pk_mul_f32 {d}, {a}, {b} op_sel_hi:[0,1]", "f32x2 f32x2 -> f32x2", lambda a, b: a[:, :1] * b),
+    Row("v_pk_mul_f32 {d}, {a}, {b} op_sel:[1,1] op_sel_hi:[1,1]", "f32x2 f32x2 -> f32x2",
+        lambda a, b: np.repeat(a[:, 1:] * b[:, 1:], 2, axis=1)),
+    Row("v_pk_fma_f32 {d}, {a}, {b}, {c} op_sel:[0,1,0] op_sel_hi:[1,1,0]", "f32x2 f32x2 f32x2 -> f32x2",
+        lambda a, b, c: fma(a, np.repeat(b[:, 1:], 2, axis=1), np.repeat(c[:, :1], 2, axis=1))),
+    Row("v_pk_add_f32 {d}, {a}, {b} neg_lo:[0,1] neg_hi:[0,1]", "f32x2 f32x2 -> f32x2", lambda a, b: a - b),
+    Row("v_pk_fma_f32 {d}, {a}, {b}, {c} neg_lo:[1,0,0] neg_hi:[0,0,1]", "f32x2 f32x2 f32x2 -> f32x2",
+        lambda a, b, c: elements(fma(-a[:, 0], b[:, 0], c[:, 0]), fma(a[:, 1], b[:, 1], -c[:, 1]))),
+    Row("v_pk_mul_f32 {d}, {a}, {b} clamp", "f32x2 f32x2 -> f32x2", lambda a, b: clamp01(a * b),
+        domain=lambda a, b: a * b != 0),
+    Row("v_pk_fma_f32 {d}, {a}, {b}, {c} clamp", "f32x2 f32x2 f32x2 -> f32x2", lambda a, b, c: clamp01(fma(a, b, c)),
+        domain=lambda a, b, c: fma(a, b, c) != 0),
+    Row("v_pk_mov_b32 {d}, {a}, {b} op_sel:[0,1]", "u32x2 u32x2 -> u32x2", lambda a, b: elements(a[:, 0], b[:, 1])),
+    Row("v_pk_mov_b32 {d}, {a}, {b} op_sel:[1,0]", "u32x2 u32x2 -> u32x2", lambda a, b: elements(a[:, 1], b[:, 0])),
+)  # fmt: skip
+
+TABLES = (TWO_OPERANDS, FUSED, ONE_OPERAND, MODIFIERS, HALVES, PACKED)
+
+
+@pytest.mark.parametrize(("arch", "row"), TWO_OPERANDS.cases())
+def test_two_operands(arch, row):
+    TWO_OPERANDS.check(arch, row)
+
+
+@pytest.mark.parametrize(("arch", "row"), FUSED.cases())
+def test_fused_and_three_operands(arch, row):
+    FUSED.check(arch, row)
+
+
+@pytest.mark.parametrize(("arch", "row"), ONE_OPERAND.cases())
+def test_one_operand(arch, row):
+    ONE_OPERAND.check(arch, row)
+
+
+@pytest.mark.parametrize(("arch", "row"), MODIFIERS.cases())
+def test_modifiers(arch, row):
+    MODIFIERS.check(arch, row)
+
+
+@pytest.mark.parametrize(("arch", "row"), HALVES.cases())
+def test_halves(arch, row):
+    HALVES.check(arch, row)
+
+
+@pytest.mark.parametrize(("arch", "row"), PACKED.cases())
+def test_packed(arch, row):
+    PACKED.check(arch, row)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", ["v_max_f32", "v_min_f32"])
+def test_a_signalling_nan_wins_and_becomes_quiet(arch, name):
+    """In IEEE mode; a quiet one loses against a number."""
+    signalling, quiet, two = 0x7F800001, 0x7FC00000, 0x40000000
+    first = np.resize(np.array([signalling, two, quiet, two], np.uint32), 64)
+    second = np.resize(np.array([two, signalling, two, quiet], np.uint32), 64)
+    state = run_snippet(arch, f"{name}_e32 v2, v0, v1", vgprs={0: first, 1: second}, exec_mask=FULL)
+    np.testing.assert_array_equal(state.vgpr[2], np.resize([signalling | 0x400000] * 2 + [two] * 2, 64))
