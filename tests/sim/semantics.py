@@ -26,6 +26,10 @@ LANES = np.arange(64)
 FULL = 2**64 - 1
 ROUNDS = 6  # every pair of 16 edge values in the first four, random values under an EXEC mask in the last two
 
+F64_EDGES = np.array(
+    [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 5e-324, -2e-308, 2.0**-1022, 1.7976931348623157e308,
+     -1.7976931348623157e308, 1.5, -2.5, 2.0**32, -(2.0**31) - 1],
+)  # fmt: skip
 INT_EDGES = np.array(
     [0, 1, 2, 5, 31, 32, 33, 63, 64, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF, 0xFFFF, 0x10000, 0xFFFFFFE0],
     np.uint32,
@@ -62,6 +66,7 @@ TYPES = {
     "u32": Type(1, np.uint32, 1, "int"),
     "i32": Type(1, np.int32, 1, "int"),
     "f32": Type(1, np.float32, 1, "float"),
+    "f64": Type(2, np.float64, 1, "double"),
     "u64": Type(2, np.uint64, 1, "long"),
     "i64": Type(2, np.int64, 1, "long"),
     "f32x2": Type(2, np.float32, 2, "pair"),
@@ -79,8 +84,8 @@ LOW_HALF = {"u16", "i16", "f16"}  # what a 16-bit result leaves in the upper hal
 
 # Operand registers of each bank: three operands, 64-bit ones on even registers.
 BANKS = {"int": (0, 1, 2), "float": (3, 4, 5), "half": (6, 7, 8), "bytes": (9, 10, 11), "long": (12, 14, 16),
-         "pair": (18, 20, 22), "short": (24, 25, 26)}  # fmt: skip
-FIRST_RESULT, LAST_RESULT = 28, 255
+         "pair": (18, 20, 22), "short": (24, 25, 26), "double": (28, 30, 32)}  # fmt: skip
+FIRST_RESULT, LAST_RESULT = 34, 255
 FIRST_MASK, LAST_MASK = 24, 94
 SCALAR = 0xBEEF0007  # {s}: an integer in an SGPR
 SCALAR_FLOAT = np.float32(-2.75)  # {f}: a float in an SGPR
@@ -96,7 +101,7 @@ class Row:
         asm: lines with {a}, {b}, {c} for the operands, {d}, {e} for the results, {s}, {f}, {k} for SGPRs.
         types: types of the operands and of the results, e.g. ``"f32 i32 -> f32 mask"``.
         expected: of the operands; [64] or, for packed types, [64, elements].
-        ulp: steps by which a float32 may be off, where the document gives an accuracy.
+        ulp: steps by which a float may be off, where the document gives an accuracy.
         domain: lanes to compare, of the operands, where the documents leave the others open.
     """
 
@@ -264,8 +269,10 @@ def operand_registers(round_: int) -> dict[int, np.ndarray]:
             ((4 * LANES + slot * 36)[:, None] + np.arange(4) * (1 + 2 * round_) & 0xFF).astype(np.uint8)
         ).view(np.uint32)[:, 0]
         longs = LONG_EDGES[pick] if edges else rng.integers(0, 2**64, 64, np.uint64)
-        first = BANKS["long"][slot]
-        registers[first], registers[first + 1] = longs.astype(np.uint32), (longs >> np.uint64(32)).astype(np.uint32)
+        doubles = F64_EDGES[pick] if edges else rng.standard_normal(64) * 10.0 ** rng.integers(-5, 12, 64)
+        for bank, values in (("long", longs), ("double", doubles)):
+            first, words = BANKS[bank][slot], values.view(np.uint32).reshape(64, 2)
+            registers[first], registers[first + 1] = words[:, 0].copy(), words[:, 1].copy()
         first = BANKS["pair"][slot]
         registers[first] = F32_EDGES[other] if edges else random_floats(rng)
         registers[first + 1] = F32_EDGES[pick] if edges else random_floats(rng)
@@ -327,7 +334,7 @@ def compare(row: Row, round_: int, found: list[tuple[str, int, Any]]) -> None:
 
 
 def same(got: np.ndarray, want: np.ndarray, ulp: int = 0) -> np.ndarray:
-    """Elementwise: equal bits, or both NaN, or within ``ulp`` steps of float32."""
+    """Elementwise: equal bits, or both NaN, or within ``ulp`` steps."""
     if got.dtype.kind != "f":
         return got == want
     bits = {2: np.uint16, 4: np.uint32, 8: np.uint64}[got.dtype.itemsize]
@@ -339,9 +346,10 @@ def same(got: np.ndarray, want: np.ndarray, ulp: int = 0) -> np.ndarray:
 
 
 def ordinal(x: np.ndarray) -> np.ndarray:
-    """Integers that count the float32 in order, so that neighbours differ by one."""
-    bits = np.ascontiguousarray(x).view(np.int32).astype(np.int64)
-    return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    """Integers that count the floats in order, so that neighbours differ by one."""
+    size = x.dtype.itemsize
+    bits = np.ascontiguousarray(x).view(f"i{size}").astype(np.int64)
+    return np.where(bits < 0, -(bits & (1 << 8 * size - 1) - 1), bits)
 
 
 def show(value: Any) -> str:

@@ -90,6 +90,7 @@ INTEGERS = Table(*(rows(kind, INTEGER) for kind in ("i32", "u32", "i64", "u64", 
 FLOATS = Table(
     rows("f32", FLOAT),
     rows("f16", FLOAT),
+    rows("f64", FLOAT),
     Row("v_cmp_lt_f32_e64 {d}, -|{a}|, {b}", "f32 f32 -> mask", lambda a, b: -np.abs(a) < b),
     Row("v_cmp_gt_f32_e64 {d}, |{a}|, -{b}", "f32 f32 -> mask", lambda a, b: np.abs(a) > -b),
     Row("v_cmp_o_f32_e64 {d}, {a}, {a}", "f32 -> mask", lambda a: ~np.isnan(a)),

@@ -45,6 +45,18 @@ def a_number(dtype, scale: float = 1.0):
     return check
 
 
+def normalised(a: np.ndarray, b: np.ndarray, least: int, steps: int) -> np.ndarray:
+    """[least, 1] in that many steps; a NaN gives 0."""
+    both_ = np.stack([a, b], 1).astype(np.float64)
+    return np.rint(np.clip(np.where(np.isnan(both_), 0, both_), least, 1) * steps)
+
+
+def halfway(a: np.ndarray, steps: int) -> np.ndarray:
+    """Near the middle of two steps, where it is not said which way to round."""
+    scaled = np.clip(np.nan_to_num(a.astype(np.float64)), -1, 1) * steps
+    return np.abs(np.abs(scaled - np.trunc(scaled)) - 0.5) < 0.01
+
+
 def low(x: np.ndarray, word: np.ndarray) -> np.ndarray:
     return x & U32(0xFFFF0000) | word
 
@@ -76,6 +88,26 @@ def integer_rows() -> list[Row]:
         *both("v_cvt_f16_i16", "i16 -> f16", lambda a: a.astype(F16)),
         *both("v_cvt_u16_f16", "f16 -> u16", lambda a: truncate_to(a, np.uint16)),
         *both("v_cvt_i16_f16", "f16 -> i16", lambda a: truncate_to(a, np.int16)),
+        *both("v_cvt_f64_i32", "i32 -> f64", lambda a: a.astype(np.float64)),
+        *both("v_cvt_f64_u32", "u32 -> f64", lambda a: a.astype(np.float64)),
+        *both("v_cvt_i32_f64", "f64 -> i32", lambda a: truncate_to(a, I32)),
+        *both("v_cvt_u32_f64", "f64 -> u32", lambda a: truncate_to(a, U32)),
+        *both("v_cvt_f64_f32", "f32 -> f64", lambda a: a.astype(np.float64)),
+        *both("v_cvt_f32_f64", "f64 -> f32", lambda a: a.astype(F32)),
+        # A signed 4-bit number of sixteenths.
+        *both("v_cvt_off_f32_i4", "u32 -> f32", lambda a: ((a & 15 ^ 8).astype(I32) - 8).astype(F32) / 16),
+        Row(
+            "v_cvt_pknorm_i16_f32 {d}, {a}, {b}",
+            "f32 f32 -> i16x2",
+            lambda a, b: normalised(a, b, -1, 32767),
+            domain=lambda a, b: ~halfway(a, 32767) & ~halfway(b, 32767),
+        ),
+        Row(
+            "v_cvt_pknorm_u16_f32 {d}, {a}, {b}",
+            "f32 f32 -> u16x2",
+            lambda a, b: normalised(a, b, 0, 65535),
+            domain=lambda a, b: ~halfway(a, 65535) & ~halfway(b, 65535),
+        ),
         Row("v_cvt_i32_f32_e64 {d}, -|{a}|", "f32 -> i32", lambda a: truncate_to(-np.abs(a), I32)),
     ]
     for byte in range(4):

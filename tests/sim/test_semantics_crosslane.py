@@ -73,9 +73,14 @@ def test_dpp(arch, control, exec_mask):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_dpp_select(arch):
-    asm = "v_cndmask_b32_dpp v2, v0, v1, vcc quad_perm:[1,0,3,2] row_mask:0xf bank_mask:0xf"
-    state = run_snippet(arch, asm, vgprs={0: A, 1: B, 2: OLD}, vcc=SOME)
-    np.testing.assert_array_equal(state.vgpr[2], np.where(active_lanes(SOME), B, A[LANES ^ 1]))
+    asm = """v_cndmask_b32_dpp v2, v0, v1, vcc quad_perm:[1,0,3,2] row_mask:0xf bank_mask:0xf
+        v_cndmask_b32_dpp v3, v0, v1, vcc row_shr:1 row_mask:0xa bank_mask:0x7 bound_ctrl:1"""
+    exec_mask = 0xFFFF_0FF1_FF3F_F7FF
+    state = run_snippet(arch, asm, vgprs={0: A, 1: B, 2: OLD, 3: OLD}, vcc=SOME, exec_mask=exec_mask)
+    for register, control, masks in ((2, "quad_perm:[1,0,3,2]", (0xF, 0xF, False)), (3, "row_shr:1", (0xA, 0x7, True))):
+        lane, nothing, written = dpp(CONTROLS[control], *masks, active_lanes(exec_mask))
+        result = np.where(active_lanes(SOME), B, np.where(nothing, np.uint32(0), A[lane]))
+        np.testing.assert_array_equal(state.vgpr[register], np.where(written, result, OLD))
 
 
 BYTES = {"BYTE_0": (0, 8), "BYTE_1": (8, 8), "BYTE_2": (16, 8), "BYTE_3": (24, 8), "WORD_0": (0, 16),

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from semantics import ARCHS, LONG_EDGES, mnemonics, run_snippet
 
+from lightning_indexer.sim import Options
+
 MASK = {"u32": 2**32 - 1, "i32": 2**32 - 1, "u64": 2**64 - 1, "i64": 2**64 - 1}
 SHIFTS = np.array([0, 1, 5, 31, 32, 33, 63, 2**64 - 1], np.uint64)
 PLACES = {"a": 4, "b": 6, "d": 12, "e": 16}
@@ -89,6 +91,15 @@ def changed(value: int, bits: int) -> int:
     """First bit from the top that differs from the sign, or -1."""
     sign = value >> bits - 1 & 1
     return next((i for i in range(1, bits) if value >> bits - 1 - i & 1 != sign), -1)
+
+
+def quads(value: int, bits: int) -> int:
+    """A bit for each four: is any of them set."""
+    return sum((value >> 4 * i & 15 != 0) << i for i in range(bits // 4))
+
+
+def whole_quads(value: int, bits: int) -> int:
+    return sum(15 << 4 * i for i in range(bits // 4) if value >> 4 * i & 15)
 
 
 def mirrored(value: int, bits: int) -> int:
@@ -205,8 +216,15 @@ ONE = [
     Scalar("s_bitset1_b32 {d}, {a}", "u32 u32 u32 -> u32", lambda a, b, c: c | 1 << a % 32),
     Scalar("s_bitset0_b64 {d}, {a}", "u32 u32 u64 -> u64", lambda a, b, c: c & ~(1 << a % 64)),
     Scalar("s_bitset1_b64 {d}, {a}", "u32 u32 u64 -> u64", lambda a, b, c: c | 1 << a % 64),
+    Scalar("s_flbit_i32_i64 {d}, {a}", "u64 -> i32", lambda a: changed(a, 64)),
+    Scalar("s_bitreplicate_b64_b32 {d}, {a}", "u32 -> u64", lambda a: sum(3 << 2 * i for i in range(32) if a >> i & 1)),
+    *(
+        Scalar(f"s_{name}_b{bits} {{d}}, {{a}}", f"u{bits} -> u{bits} scc",
+               lambda a, f=f, bits=bits: nonzero(f(a, bits), f"u{bits}"))
+        for bits in (32, 64) for name, f in (("wqm", whole_quads), ("quadmask", quads))
+    ),
     Scalar("s_abs_i32 {d}, {a}", "i32 -> i32 scc", lambda a: nonzero(abs(a))),
-]
+]  # fmt: skip
 
 EXEC = [
     saveexec(name, apply)
@@ -268,8 +286,10 @@ BRANCHES = [
 
 ROWS = [*TWO, *ONE, *EXEC, *CONDITIONS, *IMMEDIATE, *BRANCHES]
 LOOP = "s_cmp_lt_u32 s2, 64\ns_cbranch_scc1 LOOP"
-FIRST, LAST = 16, 250
+FIRST = 16
+LIMITED = Options(poison=False, deferred=False, max_instructions=100_000)  # a loop that does not end is a failure
 OPCODES = set().union(*(mnemonics(row.asm) for row in ROWS)) | mnemonics(LOOP)
+OPCODES |= {"s_getpc_b64", "s_setpc_b64", "s_swappc_b64", "s_call_b64"}
 
 
 def _cases(round_: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -335,10 +355,37 @@ def _run(arch: str, rows: list[Scalar]) -> list[list[np.ndarray]]:
         a, b, c, scc = _cases(round_)
         words = [a, a >> np.uint64(32), b, b >> np.uint64(32), scc, c, c >> np.uint64(32)]
         vgprs = {number: word.astype(np.uint32) for number, word in enumerate(words)}
-        state = run_snippet(arch, "\n".join(lines), vgprs=vgprs)
+        state = run_snippet(arch, "\n".join(lines), vgprs=vgprs, options=LIMITED)
         for outcome, (start, end) in zip(found, places, strict=True):
             outcome.append(np.stack([state.vgpr[n] for n in range(start, end)]))
     return found
+
+
+CALLS = """s_getpc_b64 s[4:5]
+    s_getpc_b64 s[6:7]
+    s_call_b64 s[8:9], FIRST
+    s_mov_b32 s20, 1
+    s_branch END
+FIRST:
+    s_mov_b32 s21, 2
+    s_add_u32 s10, s4, 40
+    s_addc_u32 s11, s5, 0
+    s_swappc_b64 s[12:13], s[10:11]
+    s_mov_b32 s22, 3
+    s_setpc_b64 s[8:9]
+SECOND:
+    s_mov_b32 s23, 4
+    s_setpc_b64 s[12:13]
+END:"""
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_program_counter_and_calls(arch):
+    """getpc gives the next instruction's address; call and swappc leave where to return to."""
+    state = run_snippet(arch, CALLS)
+    address = [state.sgpr[n] | state.sgpr[n + 1] << 32 for n in (4, 6, 8, 12)]
+    assert [place - address[0] for place in address] == [0, 4, 8, 32]
+    assert [state.sgpr[n] for n in (20, 21, 22, 23)] == [1, 2, 3, 4]
 
 
 _outcomes: dict[tuple[str, int], Any] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from semantics import (
@@ -65,10 +67,57 @@ def elements(*columns: np.ndarray) -> np.ndarray:
     return np.stack(columns, axis=1)
 
 
+def special(x: np.ndarray) -> np.ndarray:
+    return ~np.isfinite(x) | (x == 0)
+
+
+def well_apart(b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """c / b, and both, are far from the ends of the range: neither operand needs scaling."""
+    sizes = [np.abs(x.astype(np.float64)) for x in (b, c, c.astype(np.float64) / b)]
+    return np.logical_and.reduce([(size > 2.0**-90) & (size < 2.0**90) for size in sizes])
+
+
 def wide_range(*values: np.ndarray) -> np.ndarray:
     """Operands whose reciprocals and roots are no denormals either."""
     return normal(*values) & np.logical_and.reduce([(np.abs(x) < 2.0**126) | ~np.isfinite(x) for x in values])
 
+
+def fma_exact(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """float64, by way of fractions, whose conversion to float rounds once."""
+    plain = a * b + c
+    for lane in np.flatnonzero(np.isfinite(a) & np.isfinite(b) & np.isfinite(c)):
+        exact = Fraction(a[lane]) * Fraction(b[lane]) + Fraction(c[lane])
+        if exact:
+            try:
+                plain[lane] = float(exact)
+            except OverflowError:
+                plain[lane] = np.inf if exact > 0 else -np.inf
+    return plain
+
+
+def quotient_fixed(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """V_DIV_FIXUP of a quotient a = c / b: special operands decide, otherwise the signs of b and c."""
+    sign = np.where(np.signbit(b) ^ np.signbit(c), F32(-1), F32(1))
+    return np.select(
+        [np.isnan(c) | np.isnan(b) | ((b == 0) & (c == 0)) | (np.isinf(b) & np.isinf(c)), (b == 0) | np.isinf(c),
+         np.isinf(b) | (c == 0)],
+        [np.full(64, F32(np.nan)), sign * F32(np.inf), sign * F32(0)],
+        sign * np.abs(a),
+    )  # fmt: skip
+
+
+# Division as LLVM expands it, {a} by {b}.
+DIVISION = """v_div_scale_f32 v240, s[12:13], {b}, {b}, {a}
+v_div_scale_f32 v241, vcc, {a}, {b}, {a}
+v_rcp_f32_e32 v242, v240
+v_fma_f32 v243, -v240, v242, 1.0
+v_fma_f32 v242, v243, v242, v242
+v_mul_f32_e32 v243, v241, v242
+v_fma_f32 v244, -v240, v243, v241
+v_fma_f32 v243, v244, v242, v243
+v_fma_f32 v240, -v240, v243, v241
+v_div_fmas_f32 v240, v240, v242, v243
+v_div_fixup_f32 {d}, v240, {b}, {a}"""
 
 TWO_OPERANDS = Table(
     both("v_add_f32", "f32 f32 -> f32", lambda a, b: a + b),
@@ -130,6 +179,14 @@ ONE_OPERAND = Table(
          domain=lambda a: normal(a) & ~((a > 0.9) & (a < 1.1) & (a != 1))),
 )  # fmt: skip
 
+# Of one turn, not of radians. Two is added because the accuracy given is absolute: near zero a step says nothing.
+WAVES = Table(
+    Row(f"v_{name}_f32_e32 {{d}}, {{a}}\nv_add_f32_e32 {{d}}, 2.0, {{d}}", "f32 -> f32",
+        lambda a, f=f: (f(2 * np.pi * a.astype(np.float64)) + 2).astype(F32), ulp=8,
+        domain=lambda a: normal(a) & (np.abs(a) < 256))
+    for name, f in (("sin", np.sin), ("cos", np.cos))
+)  # fmt: skip
+
 MODIFIERS = Table(
     Row("v_add_f32_e64 {d}, -{a}, {b}", "f32 f32 -> f32", lambda a, b: -a + b),
     Row("v_add_f32_e64 {d}, |{a}|, -|{b}|", "f32 f32 -> f32", lambda a, b: np.abs(a) - np.abs(b)),
@@ -147,6 +204,32 @@ MODIFIERS = Table(
     Row("v_rcp_f32_e64 {d}, -|{a}|", "f32 -> f32", lambda a: ONE / -np.abs(a), ulp=1, domain=wide_range),
 )  # fmt: skip
 
+DOUBLES = Table(
+    Row("v_add_f64 {d}, {a}, {b}", "f64 f64 -> f64", lambda a, b: a + b),
+    Row("v_add_f64 {d}, -{a}, |{b}|", "f64 f64 -> f64", lambda a, b: np.abs(b) - a),
+    Row("v_mul_f64 {d}, {a}, {b}", "f64 f64 -> f64", lambda a, b: a * b),
+    Row("v_fma_f64 {d}, {a}, {b}, {c}", "f64 f64 f64 -> f64", fma_exact),
+    Row("v_mov_b64_e32 {d}, {c}\nv_fmac_f64_e32 {d}, {a}, {b}", "f64 f64 f64 -> f64", fma_exact),
+    Row("v_max_f64 {d}, {a}, {b}", "f64 f64 -> f64", fmax),
+    Row("v_min_f64 {d}, {a}, {b}", "f64 f64 -> f64", fmin),
+    Row("v_ldexp_f64 {d}, {a}, {b}", "f64 i32 -> f64", lambda a, b: np.ldexp(a, np.clip(b, -5000, 5000))),
+    both("v_floor_f64", "f64 -> f64", np.floor),
+    both("v_ceil_f64", "f64 -> f64", np.ceil),
+    both("v_trunc_f64", "f64 -> f64", np.trunc),
+    both("v_rndne_f64", "f64 -> f64", np.rint),
+    both("v_fract_f64", "f64 -> f64", lambda a: a - np.floor(a), domain=lambda a: (np.abs(a) > 1e-7) & np.isfinite(a)),
+    both("v_frexp_mant_f64", "f64 -> f64", mantissa),
+    both("v_frexp_exp_i32_f64", "f64 -> i32", exponent, domain=lambda a: a != 0),
+)  # fmt: skip
+
+DIVIDE = Table(
+    Row("v_div_fixup_f32 {d}, {a}, {b}, {c}", "f32 f32 f32 -> f32", quotient_fixed,
+        domain=lambda a, b, c: special(b) | special(c) | well_apart(b, c)),
+    # Towards the ends of the range the document contradicts itself: DIV_SCALE scales by 2**64, DIV_FMAS undoes 2**32.
+    Row(DIVISION, "f32 f32 -> f32", lambda a, b: a / b,
+        domain=lambda a, b: special(a) | special(b) | well_apart(b, a)),
+)  # fmt: skip
+
 HALVES = Table(
     both("v_add_f16", "f16 f16 -> f16", lambda a, b: a + b),
     both("v_sub_f16", "f16 f16 -> f16", lambda a, b: a - b),
@@ -155,6 +238,25 @@ HALVES = Table(
     both("v_max_f16", "f16 f16 -> f16", fmax),
     both("v_min_f16", "f16 f16 -> f16", fmin),
     Row("v_fma_f16 {d}, {a}, {b}, {c}", "f16 f16 f16 -> f16", fma),
+    Row("v_fma_legacy_f16 {d}, {a}, {b}, {c}", "f16 f16 f16 -> f16", fma),
+    Row("v_max3_f16 {d}, {a}, {b}, {c}", "f16 f16 f16 -> f16", lambda a, b, c: fmax(fmax(a, b), c)),
+    Row("v_min3_f16 {d}, {a}, {b}, {c}", "f16 f16 f16 -> f16", lambda a, b, c: fmin(fmin(a, b), c)),
+    Row("v_med3_f16 {d}, {a}, {b}, {c}", "f16 f16 f16 -> f16", med3, domain=lambda a, b, c: med3(a, b, c) != 0),
+    both("v_ldexp_f16", "f16 i16 -> f16", scaled),
+    both("v_floor_f16", "f16 -> f16", np.floor),
+    both("v_ceil_f16", "f16 -> f16", np.ceil),
+    both("v_trunc_f16", "f16 -> f16", np.trunc),
+    both("v_rndne_f16", "f16 -> f16", np.rint),
+    both("v_fract_f16", "f16 -> f16", lambda a: a - np.floor(a), domain=lambda a: (np.abs(a) > 1e-2) & np.isfinite(a)),
+    both("v_frexp_mant_f16", "f16 -> f16", mantissa),
+    both("v_frexp_exp_i16_f16", "f16 -> i16", exponent, domain=lambda a: a != 0),
+    both("v_rcp_f16", "f16 -> f16", lambda a: F16(1) / a, ulp=1, domain=lambda a: normal(a) & (np.abs(a) < 2.0**13)),
+    both("v_rsq_f16", "f16 -> f16", lambda a: (1 / np.sqrt(a.astype(F32))).astype(F16), ulp=1, domain=normal),
+    both("v_sqrt_f16", "f16 -> f16", np.sqrt, ulp=1, domain=normal),
+    both("v_exp_f16", "f16 -> f16", lambda a: np.exp2(a.astype(F32)).astype(F16), ulp=1,
+         domain=lambda a: normal(a) & ~((a < -14) & (a > -30))),
+    both("v_log_f16", "f16 -> f16", lambda a: np.log2(a.astype(F32)).astype(F16), ulp=1,
+         domain=lambda a: normal(a) & ~((a > 0.9) & (a < 1.1) & (a != 1))),
     # op_sel picks the upper half of an operand, and as the fourth bit that of the result; the other half is kept.
     Row("v_mov_b32 {d}, {a}\nv_fma_f16 {d}, {a}, -{b}, {c} op_sel:[1,0,1,1]", "f16x2 f16x2 f16x2 -> f16x2",
         lambda a, b, c: elements(a[:, 0], fma(a[:, 1], -b[:, 0], c[:, 1]))),
@@ -197,7 +299,7 @@ PACKED = Table(
     Row("v_pk_mov_b32 {d}, {a}, {b} op_sel:[1,0]", "u32x2 u32x2 -> u32x2", lambda a, b: elements(a[:, 1], b[:, 0])),
 )  # fmt: skip
 
-TABLES = (TWO_OPERANDS, FUSED, ONE_OPERAND, MODIFIERS, HALVES, PACKED)
+TABLES = (TWO_OPERANDS, FUSED, ONE_OPERAND, WAVES, MODIFIERS, DOUBLES, DIVIDE, HALVES, PACKED)
 
 
 @pytest.mark.parametrize(("arch", "row"), TWO_OPERANDS.cases())
@@ -213,6 +315,21 @@ def test_fused_and_three_operands(arch, row):
 @pytest.mark.parametrize(("arch", "row"), ONE_OPERAND.cases())
 def test_one_operand(arch, row):
     ONE_OPERAND.check(arch, row)
+
+
+@pytest.mark.parametrize(("arch", "row"), WAVES.cases())
+def test_sine_and_cosine(arch, row):
+    WAVES.check(arch, row)
+
+
+@pytest.mark.parametrize(("arch", "row"), DOUBLES.cases())
+def test_doubles(arch, row):
+    DOUBLES.check(arch, row)
+
+
+@pytest.mark.parametrize(("arch", "row"), DIVIDE.cases())
+def test_division(arch, row):
+    DIVIDE.check(arch, row)
 
 
 @pytest.mark.parametrize(("arch", "row"), MODIFIERS.cases())

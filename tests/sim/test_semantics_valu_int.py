@@ -77,6 +77,20 @@ def aligned(a: np.ndarray, b: np.ndarray, shift: np.ndarray) -> np.ndarray:
     return ((wide(a) << U64(32) | wide(b)) >> wide(shift)).astype(U32)
 
 
+def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.maximum(a, b) - np.minimum(a, b)
+
+
+def shifted_and_packed(dtype):
+    """Two integers, shifted right and saturated to bytes, in the low half."""
+
+    def apply(a: np.ndarray, b: np.ndarray, count: np.ndarray) -> np.ndarray:
+        low, high_ = (saturate(x >> FIVE(count).view(I32), dtype).view(np.uint8).astype(np.uint16) for x in (a, b))
+        return low | high_ << np.uint16(8)
+
+    return apply
+
+
 def permuted(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
     """V_PERM_B32: bytes 0-3 of the second operand, 4-7 of the first, signs of four of them, 0 and 0xff."""
     result = np.zeros(64, U32)
@@ -116,7 +130,7 @@ def below(lanes: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return count_bits(mask & ((np.ones(64, U64) << np.clip(lanes, 0, 32).astype(U64)) - U64(1)).astype(U32))
 
 
-def dot4(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+def dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (wide(a) * wide(b)).sum(1).astype(I64).astype(U32) + c.view(U32)
 
 
@@ -183,10 +197,6 @@ BITS = Table(
     Row("v_mbcnt_lo_u32_b32 {d}, {a}, {b}", "u32 u32 -> u32", lambda a, b: below(LANES, a) + b),
     Row("v_mbcnt_hi_u32_b32 {d}, {a}, {b}", "u32 u32 -> u32", lambda a, b: below(LANES - 32, a) + b),
     Row("v_mbcnt_lo_u32_b32 {d}, -1, 0\nv_mbcnt_hi_u32_b32 {d}, -1, {d}", "-> u32", lambda: LANES),
-    [
-        gfx950(f"v_bitop3_b32 {{d}}, {{a}}, {{b}}, {{c}} bitop3:{table:#x}", "u32 u32 u32 -> u32", bitop3(table))
-        for table in (0x00, 0x01, 0x16, 0x40, 0x78, 0x96, 0xCA, 0xE8, 0xF6, 0xF8, 0xFF)
-    ],
     gfx950("v_bitop3_b32 {d}, {s}, {b}, 63 bitop3:0xf8", "u32 u32 -> u32",
            lambda a, b: bitop3(0xF8)(np.full(64, SCALAR, U32), b, np.full(64, 63, U32))),
     [
@@ -196,6 +206,11 @@ BITS = Table(
     gfx950("v_bitop3_b16 {d}, {s}, {b}, 63 bitop3:0xf8", "u16 u16 -> u16",
            lambda a, b: bitop3(0xF8)(np.full(64, SCALAR & 0xFFFF, np.uint16), b, np.full(64, 63, np.uint16))),
 )  # fmt: skip
+
+BITOP3 = Table(
+    gfx950(f"v_bitop3_b32 {{d}}, {{a}}, {{b}}, {{c}} bitop3:{table:#x}", "u32 u32 u32 -> u32", bitop3(table))
+    for table in range(256)
+)
 
 THREE_OPERANDS = Table(
     Row("v_add3_u32 {d}, {a}, {b}, {c}", "u32 u32 u32 -> u32", lambda a, b, c: a + b + c),
@@ -224,7 +239,13 @@ THREE_OPERANDS = Table(
     # The 65th bit of the signed sum is left out: the document does not say what it means.
     Row("v_mad_i64_i32 {d}, s[12:13], {a}, {b}, {c}", "i32 i32 i64 -> i64", lambda a, b, c: wide(a) * wide(b) + c),
     Row("v_mad_u64_u32 {d}, s[12:13], {s}, {b}, 0", "u32 u32 -> u64", lambda a, b: U64(SCALAR) * wide(b)),
-    Row("v_sad_u32 {d}, {a}, {b}, {c}", "u32 u32 u32 -> u32", lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c),
+    Row("v_sad_u32 {d}, {a}, {b}, {c}", "u32 u32 u32 -> u32", lambda a, b, c: distance(a, b) + c),
+    Row("v_sad_u16 {d}, {a}, {b}, {c}", "u16x2 u16x2 u32 -> u32", lambda a, b, c: distance(a, b).sum(1, U32) + c),
+    Row("v_sad_u8 {d}, {a}, {b}, {c}", "u8x4 u8x4 u32 -> u32", lambda a, b, c: distance(a, b).sum(1, U32) + c),
+    Row("v_sad_hi_u8 {d}, {a}, {b}, {c}", "u8x4 u8x4 u32 -> u32",
+        lambda a, b, c: (distance(a, b).sum(1, U32) << U32(16)) + c),
+    Row("v_lerp_u8 {d}, {a}, {b}, {c}", "u8x4 u8x4 u8x4 -> u8x4",
+        lambda a, b, c: (a.astype(U32) + b + (c & 1)) >> U32(1)),
 )  # fmt: skip
 
 ARITHMETIC = Table(
@@ -273,6 +294,11 @@ ARITHMETIC = Table(
         lambda a, b: np.stack([saturate(a, np.uint16), saturate(b, np.uint16)], 1)),
     Row("v_cvt_pk_i16_i32 {d}, {a}, {b}", "i32 i32 -> i16x2",
         lambda a, b: np.stack([saturate(a, np.int16), saturate(b, np.int16)], 1)),
+    gfx950("v_ashr_pk_i8_i32 {d}, {a}, {b}, {c}", "i32 i32 u32 -> u16", shifted_and_packed(np.int8)),
+    gfx950("v_ashr_pk_u8_i32 {d}, {a}, {b}, {c}", "i32 i32 u32 -> u16", shifted_and_packed(np.uint8)),
+    both("v_sat_pk_u8_i16", "i16x2 -> u16",
+         lambda a: saturate(a, np.uint8).astype(np.uint16) @ np.array([1, 256], np.uint16)),
+    gfx950("v_prng_b32_e32 {d}, {a}", "u32 -> u32", lambda a: a << U32(1) ^ np.where(a >> U32(31), U32(197), U32(0))),
 )  # fmt: skip
 
 SIXTEEN_BITS = Table(
@@ -288,12 +314,28 @@ SIXTEEN_BITS = Table(
     both("v_min_u16", "u16 u16 -> u16", np.minimum),
     both("v_min_i16", "i16 i16 -> i16", np.minimum),
     Row("v_mad_u16 {d}, {a}, {b}, {c}", "u16 u16 u16 -> u16", lambda a, b, c: a * b + c),
+    Row("v_mad_i16 {d}, {a}, {b}, {c}", "i16 i16 i16 -> i16", lambda a, b, c: a * b + c),
+    Row("v_mad_legacy_u16 {d}, {a}, {b}, {c}", "u16 u16 u16 -> u16", lambda a, b, c: a * b + c),
+    Row("v_mad_legacy_i16 {d}, {a}, {b}, {c}", "i16 i16 i16 -> i16", lambda a, b, c: a * b + c),
+    Row("v_add_i16 {d}, {a}, {b}", "i16 i16 -> i16", lambda a, b: a + b),
+    Row("v_sub_i16 {d}, {a}, {b}", "i16 i16 -> i16", lambda a, b: a - b),
+    Row("v_add_u16_e64 {d}, {a}, {b} clamp", "u16 u16 -> u16", lambda a, b: saturate(wide(a) + wide(b), np.uint16)),
+    Row("v_sub_u16_e64 {d}, {a}, {b} clamp", "u16 u16 -> u16", lambda a, b: np.where(a < b, np.uint16(0), a - b)),
+    Row("v_min3_i16 {d}, {a}, {b}, {c}", "i16 i16 i16 -> i16", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
+    Row("v_max3_i16 {d}, {a}, {b}, {c}", "i16 i16 i16 -> i16", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
+    Row("v_med3_i16 {d}, {a}, {b}, {c}", "i16 i16 i16 -> i16", median),
+    Row("v_min3_u16 {d}, {a}, {b}, {c}", "u16 u16 u16 -> u16", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
+    Row("v_max3_u16 {d}, {a}, {b}, {c}", "u16 u16 u16 -> u16", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
+    Row("v_med3_u16 {d}, {a}, {b}, {c}", "u16 u16 u16 -> u16", median),
+    Row("v_max3_u16 {d}, {a}, {b}, {c} op_sel:[1,0,1,0]", "u16x2 u16x2 u16x2 -> u16",
+        lambda a, b, c: np.maximum(np.maximum(a[:, 1], b[:, 0]), c[:, 1])),
     Row("v_pk_add_u16 {d}, {a}, {b}", "u16x2 u16x2 -> u16x2", lambda a, b: a + b),
     Row("v_pk_sub_u16 {d}, {a}, {b}", "u16x2 u16x2 -> u16x2", lambda a, b: a - b),
     Row("v_pk_add_i16 {d}, {a}, {b}", "i16x2 i16x2 -> i16x2", lambda a, b: a + b),
     Row("v_pk_sub_i16 {d}, {a}, {b}", "i16x2 i16x2 -> i16x2", lambda a, b: a - b),
     Row("v_pk_mul_lo_u16 {d}, {a}, {b}", "u16x2 u16x2 -> u16x2", lambda a, b: a * b),
     Row("v_pk_mad_u16 {d}, {a}, {b}, {c}", "u16x2 u16x2 u16x2 -> u16x2", lambda a, b, c: a * b + c),
+    Row("v_pk_mad_i16 {d}, {a}, {b}, {c}", "i16x2 i16x2 i16x2 -> i16x2", lambda a, b, c: a * b + c),
     Row("v_pk_lshlrev_b16 {d}, {a}, {b}", "u16x2 u16x2 -> u16x2", lambda a, b: b << FOUR(a)),
     Row("v_pk_lshrrev_b16 {d}, {a}, {b}", "u16x2 u16x2 -> u16x2", lambda a, b: b >> FOUR(a)),
     Row("v_pk_ashrrev_i16 {d}, {a}, {b}", "i16x2 i16x2 -> i16x2", lambda a, b: b >> FOUR(a)),
@@ -303,11 +345,13 @@ SIXTEEN_BITS = Table(
     Row("v_pk_min_u16 {d}, {a}, {b}", "u16x2 u16x2 -> u16x2", np.minimum),
     Row("v_pk_add_u16 {d}, {a}, {b} op_sel:[1,0] op_sel_hi:[0,0]", "u16x2 u16x2 -> u16x2",
         lambda a, b: np.stack([a[:, 1] + b[:, 0], a[:, 0] + b[:, 0]], 1)),
-    Row("v_dot4_i32_i8 {d}, {a}, {b}, {c}", "i8x4 i8x4 i32 -> u32", dot4),
-    Row("v_dot4_u32_u8 {d}, {a}, {b}, {c}", "u8x4 u8x4 u32 -> u32", dot4),
+    Row("v_dot4_i32_i8 {d}, {a}, {b}, {c}", "i8x4 i8x4 i32 -> u32", dot),
+    Row("v_dot4_u32_u8 {d}, {a}, {b}, {c}", "u8x4 u8x4 u32 -> u32", dot),
+    Row("v_dot2_i32_i16 {d}, {a}, {b}, {c}", "i16x2 i16x2 i32 -> u32", dot),
+    Row("v_dot2_u32_u16 {d}, {a}, {b}, {c}", "u16x2 u16x2 u32 -> u32", dot),
 )  # fmt: skip
 
-TABLES = (MOVES, BITS, THREE_OPERANDS, ARITHMETIC, SIXTEEN_BITS)
+TABLES = (MOVES, BITS, BITOP3, THREE_OPERANDS, ARITHMETIC, SIXTEEN_BITS)
 
 
 @pytest.mark.parametrize(("arch", "row"), MOVES.cases())
@@ -318,6 +362,11 @@ def test_moves(arch, row):
 @pytest.mark.parametrize(("arch", "row"), BITS.cases())
 def test_bits(arch, row):
     BITS.check(arch, row)
+
+
+@pytest.mark.parametrize(("arch", "row"), BITOP3.cases())
+def test_every_table_of_bitop3(arch, row):
+    BITOP3.check(arch, row)
 
 
 @pytest.mark.parametrize(("arch", "row"), THREE_OPERANDS.cases())

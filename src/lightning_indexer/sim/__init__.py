@@ -6,6 +6,7 @@ Importing this package imports neither numpy nor tinygrad; the first use of one 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ _HOME = {
 def missing() -> str | None:
     """None, or what to install, with the command."""
     absent = [name for name in ("numpy", "tinygrad") if importlib.util.find_spec(name) is None]
+    if "numpy" not in absent and int(importlib.metadata.version("numpy").split(".")[0]) < 2:
+        absent.insert(0, "numpy 2")
     if absent:
         return f"the simulator needs {' and '.join(absent)}: pip install 'lightning-indexer[sim]'"
     return None

@@ -55,7 +55,7 @@ INTEGER: dict[str, Row] = {
     "XAD_U32": ("u", "uuu", "add(bitwise_xor({0}, {1}), {2}{o})"),
     "BFI_B32": ("u", "uuu", "bitwise_or({0} & {1}, ~{0} & {2}{o})"),
     "BFE_U32": ("u", "unn", "bfe_u32({0}, {1}, {2})"),
-    "BFE_I32": ("i", "unn", "bfe_i32({0}, {1}, {2})"),
+    "BFE_I32": ("i", "inn", "bfe_i32({0}, {1}, {2})"),
     "BFM_B32": ("u", "nn", "left_shift((uint32(1) << {0}) - uint32(1), {1}{o})"),
     "PERM_B32": ("u", "uuu", "permute_bytes({0}, {1}, {2})"),
     "ALIGNBIT_B32": ("u", "uun", "align({0}, {1}, {2})"),
