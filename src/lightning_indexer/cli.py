@@ -298,7 +298,7 @@ def _tune(plan: sweep.Plan, device: torch.device) -> None:
     from lightning_indexer.bench import tune
 
     trials = []
-    with _progress() as progress:
+    with common.progress() as progress:
         task = progress.add_task("tune", total=None)
         for trial in tune.run(plan, device):
             trials.append(trial)
