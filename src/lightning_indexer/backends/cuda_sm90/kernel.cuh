@@ -349,7 +349,8 @@ __device__ void multiply(const Arguments& a, Worker& s) {
       ptx::barrier_arrive(&s.q_empty[(q_count - 1) % kQStages]);
     }
     info = &s.block[q_stage];
-    out = a.out + (info->first_row + my.row) * a.out_stride - info->origin[my.row];
+    // An origin may be INT_MIN: its negative has no place in 32 bits.
+    out = a.out + (info->first_row + my.row) * a.out_stride - static_cast<long long>(info->origin[my.row]);
     key = info->first_key + my.key;
 #pragma unroll
     for (int i = 0; i < kPairs / 4; i += 4) {

@@ -19,9 +19,9 @@ constexpr int kLanesPerRow = kRows < 4 ? 4 / kRows : 1;  // lanes of a quad that
 constexpr int kRowsPerLane = kRows > 4 ? kRows / 4 : 1;  // rows that a lane sums
 constexpr int kRowsPerLoad = kRows < 4 ? kRows : 4;
 constexpr int kTileKeys = 64;
-constexpr int kWorkers = 2;             // each a producer warp and a math warpgroup
-constexpr int kKStages = KSTAGES;       // tiles of keys, per worker
-constexpr int kQStages = QSTAGES;       // row blocks, per worker
+constexpr int kWorkers = 2;        // each a producer warp and a math warpgroup
+constexpr int kKStages = KSTAGES;  // tiles of keys, per worker
+constexpr int kQStages = QSTAGES;  // row blocks, per worker
 
 constexpr int kBarriers = 2 * (kQStages + kKStages);  // of a worker
 constexpr int kMathThreads = 128 * kWorkers;

@@ -55,8 +55,8 @@ __device__ __forceinline__ void windows_of_rows(const Arguments& a, int first, i
 }
 
 // The cost of every row block in tiles, a.enter_cost more for entering it, into
-// s.cost: 2^shift blocks an entry, 32 * each entries. The math warps call it. Here and below the code is short on purpose:
-// on a cold start every line of it comes from memory.
+// s.cost: 2^shift blocks an entry, 32 * each entries. The math warps call it. Here and below the code is short on
+// purpose: on a cold start every line of it comes from memory.
 struct Entries {
   int shift;
   int each;  // entries a lane, a multiple of four
