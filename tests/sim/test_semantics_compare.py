@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from semantics import CARRY, SCALAR, Row, Table
+from semantics import ARCHS, CARRY, SCALAR, Row, Table, active_lanes, run_snippet
 
 S = np.uint32(SCALAR).view(np.int32)
 
@@ -132,3 +132,12 @@ def test_scalar_operands(arch, row):
 @pytest.mark.parametrize(("arch", "row"), EXEC.cases())
 def test_into_exec(arch, row):
     EXEC.check(arch, row)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_class_of_signalling_nans(arch):
+    """Bit 0 of the classes; the first bit of the fraction makes a NaN quiet."""
+    values = np.resize(np.array([0x7F800001, 0xFFBFFFFF, 0x7FC00000, 0xFFFFFFFF], np.uint32), 64)
+    for bit, expected in ((1, [1, 1, 0, 0]), (2, [0, 0, 1, 1])):
+        state = run_snippet(arch, f"v_cmp_class_f32_e64 s[4:5], v0, {bit}", vgprs={0: values})
+        assert active_lanes(state.sgpr[4] | state.sgpr[5] << 32).tolist() == np.resize(expected, 64).tolist()

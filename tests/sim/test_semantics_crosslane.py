@@ -111,8 +111,11 @@ def placed(result: np.ndarray, select: str, unused: str, old: np.ndarray) -> np.
 
 @dataclass(frozen=True)
 class Sdwa:
+    """``bits``: of the result; where 16 go to a whole register its upper half is not compared."""
+
     name: str
     expected: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    bits: int = 32
 
 
 SDWA = [
@@ -126,6 +129,9 @@ SDWA = [
     Sdwa("v_mul_u32_u24_sdwa", lambda a, b: (a & np.uint32(0xFFFFFF)) * (b & np.uint32(0xFFFFFF))),
     Sdwa("v_max_u32_sdwa", np.maximum),
     Sdwa("v_mov_b32_sdwa", lambda a, b: a),
+    Sdwa("v_add_u16_sdwa", lambda a, b: a + b, 16),
+    Sdwa("v_mul_lo_u16_sdwa", lambda a, b: a * b, 16),
+    Sdwa("v_lshlrev_b16_sdwa", lambda a, b: b << (a & np.uint32(15)), 16),
     Sdwa("v_cndmask_b32_sdwa", lambda a, b: np.where(active_lanes(SOME), b, a)),
 ]
 # Source selections, and the place of the result with what happens to the bits beside it.
@@ -140,7 +146,7 @@ def test_sdwa(arch, row):
         (sources, place, unused, signed)
         for sources, (place, unused), signed in itertools.product(
             SELECTS,
-            [("DWORD", "UNUSED_PAD"), *itertools.product(("BYTE_0", "BYTE_2", "WORD_1"), UNUSED)],
+            [("DWORD", "UNUSED_PAD"), *itertools.product(("BYTE_0", "BYTE_2", "WORD_0", "WORD_1"), UNUSED)],
             (False, True),
         )
     ]
@@ -156,8 +162,10 @@ def test_sdwa(arch, row):
     for number, ((first, second), place, unused, signed) in enumerate(cases):
         signed = signed and "cndmask" not in row.name
         result = row.expected(selected(vgprs[0], first, signed), selected(vgprs[1], second, signed)).astype(np.uint32)
+        result &= np.uint32(2**row.bits - 1)
         expected = np.where(active_lanes(SOME), placed(result, place, unused, OLD), OLD)
-        np.testing.assert_array_equal(state.vgpr[10 + number], expected, lines[number])
+        looked_at = np.uint32(0xFFFF if place == "DWORD" and row.bits == 16 else 0xFFFFFFFF)
+        np.testing.assert_array_equal(state.vgpr[10 + number] & looked_at, expected & looked_at, lines[number])
 
 
 def test_sdwa_scalar_operand_floats_and_compares():
@@ -166,14 +174,18 @@ def test_sdwa_scalar_operand_floats_and_compares():
     asm = """v_add_u32_sdwa v2, v0, s20 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_0 src1_sel:DWORD
         v_add_f16_sdwa v3, -v1, |v1| dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:WORD_0
         v_cmp_eq_u32_sdwa vcc, v0, v4 src0_sel:BYTE_3 src1_sel:BYTE_0
-        v_cvt_f32_f16_sdwa v5, v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1"""
+        v_cvt_f32_f16_sdwa v5, v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1
+        v_add_f16_sdwa v6, v1, v1 dst_sel:WORD_1 dst_unused:UNUSED_PRESERVE src0_sel:WORD_1 src1_sel:WORD_1"""
     for arch in ARCHS:
-        state = run_snippet(arch, asm, vgprs={0: A, 1: halves.astype(np.uint32), 4: A >> 24}, sgprs={20: 0x12345678})
+        vgprs = {0: A, 1: halves.astype(np.uint32), 4: A >> 24, 6: OLD}
+        state = run_snippet(arch, asm, vgprs=vgprs, sgprs={20: 0x12345678})
         np.testing.assert_array_equal(state.vgpr[2], (A & 0xFFFF) + np.uint32(0x12345678))
         got = state.vgpr[3].astype(np.uint16).view(np.float16)
         np.testing.assert_array_equal(got, np.float16(1) - floats.astype(np.float16))
         assert state.vcc == FULL
         np.testing.assert_array_equal(state.vgpr[5].view(np.float32), floats)
+        np.testing.assert_array_equal((state.vgpr[6] >> 16).astype(np.uint16).view(np.float16), floats * 2)
+        np.testing.assert_array_equal(state.vgpr[6] & 0xFFFF, OLD & 0xFFFF)
 
 
 PERMLANES = {

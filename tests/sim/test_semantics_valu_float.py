@@ -222,7 +222,23 @@ DOUBLES = Table(
     both("v_frexp_exp_i32_f64", "f64 -> i32", exponent, domain=lambda a: a != 0),
 )  # fmt: skip
 
+# op_sel_hi says which operands are halves, op_sel which half; products and sums are float32.
+MIXED = Table(
+    Row("v_fma_mix_f32 {d}, {a}, {b}, {c}", "f32 f32 f32 -> f32", fma),
+    Row("v_fma_mix_f32 {d}, -{a}, |{b}|, {c}", "f32 f32 f32 -> f32", lambda a, b, c: fma(-a, np.abs(b), c)),
+    Row("v_fma_mix_f32 {d}, {a}, {b}, {c} op_sel:[1,0,0] op_sel_hi:[1,0,1]", "f16x2 f32 f16x2 -> f32",
+        lambda a, b, c: fma(a[:, 1].astype(F32), b, c[:, 0].astype(F32))),
+    Row("v_fma_mix_f32 {d}, -|{a}|, {b}, {c} op_sel:[0,1,1] op_sel_hi:[1,1,1]", "f16x2 f16x2 f16x2 -> f32",
+        lambda a, b, c: fma(-np.abs(a[:, 0]).astype(F32), b[:, 1].astype(F32), c[:, 1].astype(F32))),
+    Row("v_mov_b32 {d}, {a}\nv_fma_mixlo_f16 {d}, {a}, {b}, {c} op_sel_hi:[1,0,0]", "f16x2 f32 f32 -> f16x2",
+        lambda a, b, c: elements(fma(a[:, 0].astype(F32), b, c).astype(F16), a[:, 1])),
+    Row("v_mov_b32 {d}, {a}\nv_fma_mixhi_f16 {d}, {a}, {b}, {c} op_sel_hi:[1,0,0]", "f16x2 f32 f32 -> f16x2",
+        lambda a, b, c: elements(a[:, 0], fma(a[:, 0].astype(F32), b, c).astype(F16))),
+)  # fmt: skip
+
 DIVIDE = Table(
+    Row("v_div_fmas_f32 {d}, {a}, {b}, {c}", "f32 f32 f32 -> f32",
+        lambda a, b, c: fma(a, b, c) * np.where(CARRY_LANES, F32(2**32), ONE)),
     Row("v_div_fixup_f32 {d}, {a}, {b}, {c}", "f32 f32 f32 -> f32", quotient_fixed,
         domain=lambda a, b, c: special(b) | special(c) | well_apart(b, c)),
     # Towards the ends of the range the document contradicts itself: DIV_SCALE scales by 2**64, DIV_FMAS undoes 2**32.
@@ -299,7 +315,7 @@ PACKED = Table(
     Row("v_pk_mov_b32 {d}, {a}, {b} op_sel:[1,0]", "u32x2 u32x2 -> u32x2", lambda a, b: elements(a[:, 1], b[:, 0])),
 )  # fmt: skip
 
-TABLES = (TWO_OPERANDS, FUSED, ONE_OPERAND, WAVES, MODIFIERS, DOUBLES, DIVIDE, HALVES, PACKED)
+TABLES = (TWO_OPERANDS, FUSED, ONE_OPERAND, WAVES, MODIFIERS, DOUBLES, MIXED, DIVIDE, HALVES, PACKED)
 
 
 @pytest.mark.parametrize(("arch", "row"), TWO_OPERANDS.cases())
@@ -325,6 +341,11 @@ def test_sine_and_cosine(arch, row):
 @pytest.mark.parametrize(("arch", "row"), DOUBLES.cases())
 def test_doubles(arch, row):
     DOUBLES.check(arch, row)
+
+
+@pytest.mark.parametrize(("arch", "row"), MIXED.cases())
+def test_mixed_precision(arch, row):
+    MIXED.check(arch, row)
 
 
 @pytest.mark.parametrize(("arch", "row"), DIVIDE.cases())
