@@ -140,7 +140,7 @@ def fma_f64(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
             try:
                 out[lane] = float(exact)
             except OverflowError:
-                out[lane] = math.copysign(math.inf, exact)
+                out[lane] = math.inf if exact > 0 else -math.inf
     return out
 
 
