@@ -1,6 +1,7 @@
 """Faults planted into real kernels: the simulator must notice them.
 
-Every wait and every barrier of a compiled Triton kernel is left out, one at a time; and a row offset is computed in 32 bits.
+Every wait and every barrier of a compiled Triton kernel is left out, one at a time; and a row offset is computed in 32
+bits.
 """
 
 from __future__ import annotations
