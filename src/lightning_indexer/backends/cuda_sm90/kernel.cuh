@@ -16,7 +16,8 @@
 // the full-rate FMA pipe instead of FMNMX on the half-rate ALU pipe; kv_scale takes the 2^25 back.
 //
 // Overlap. Two workers share the tensor cores: while one sums heads, the other's product runs. A tile is scaled and
-// stored after the next product is issued, so that between two products of a worker there is little besides the sums.
+// stored after the next product is issued, also across row blocks (whose weights are read there too), so that between
+// two products of a worker there is little besides the sums.
 //
 // -inf. What lies outside the tiles of a row block is filled by the fill warps with bulk stores, beside the product.
 #include "schedule.cuh"
@@ -145,7 +146,8 @@ __device__ void produce(const Arguments& a, Worker& s, const Piece& piece, const
 }
 
 // Small problems are all latency: while the pieces are found, the CTAs bring q, weights and the first keys into the L2
-// together, whoever will need them. After the windows, so that those do not queue behind. One warp calls it.
+// together, whoever will need them. One warp calls it, just after the math warps have asked for the windows, which must
+// not queue behind.
 __device__ void warm_l2(const Arguments& a, const ptx::TensorMap* k_map) {
   if (number_of_blocks(a) > kWorkers * gridDim.x) return;
   const int lane = threadIdx.x % 32;

@@ -54,12 +54,9 @@ __device__ __forceinline__ void windows_of_rows(const Arguments& a, int first, i
   }
 }
 
-// The cost of every row block in tiles, a.enter_cost more for entering it, into
-// s.cost: 2^shift blocks an entry, 32 * each entries. The math warps call it. Here and below the code is short on
-// purpose: on a cold start every line of it comes from memory.
-struct Entries {
-  int shift;
-  int each;  // entries a lane, a multiple of four
+struct Entries {  // how the costs of row blocks lie in s.cost
+  int shift;      // 2^shift blocks an entry
+  int each;       // entries a lane, a multiple of four; 32 times as many in all
 
   __device__ __forceinline__ explicit Entries(int blocks) {
     shift = blocks <= kScratch ? 0 : 32 - __clz((blocks - 1) / kScratch);
@@ -67,6 +64,8 @@ struct Entries {
   }
 };
 
+// The cost of every row block, its tiles and a.enter_cost more for entering it, into s.cost. The math warps call it.
+// Here and below the code is short on purpose: on a cold start every line of it comes from memory.
 __device__ __forceinline__ void price_blocks(const Arguments& a, Shared& s) {
   const Entries entries(number_of_blocks(a));
   if (entries.shift > 0) {
