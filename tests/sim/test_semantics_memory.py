@@ -66,6 +66,11 @@ def pointers(base: int, offsets: np.ndarray) -> dict[int, np.ndarray]:
     return {0: low.astype(np.uint32), 1: high.astype(np.uint32), 6: offsets.astype(np.uint32)}
 
 
+def resource(base: int, records: int, stride: int = 0) -> dict[int, int]:
+    """s[24:27]: a linear buffer of 32-bit data."""
+    return {24: base & 0xFFFFFFFF, 25: base >> 32 | stride << 16, 26: records, 27: 0x00027000}
+
+
 @deferred
 @masked
 @pytest.mark.parametrize("arch", ARCHS)
@@ -97,6 +102,47 @@ def test_global_store(arch, store, exec_mask, options):
     np.testing.assert_array_equal(content, expected)
 
 
+@masked
+@pytest.mark.parametrize("arch", ARCHS)
+def test_accumulation_registers_load_and_store(arch, exec_mask):
+    asm = f"""global_load_dwordx2 a[2:3], v[0:1], off
+        buffer_load_dword a4, v6, s[24:27], 0 offen{WAIT}
+        global_store_dwordx2 v[0:1], a[2:3], off offset:2048
+        buffer_store_dword a4, v6, s[24:27], 0 offen offset:1024{WAIT}"""
+    memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
+    address = memory.register("content", content)
+    offsets = (LANES * 8).astype(np.uint32)
+    vgprs = pointers(address, offsets)
+    agprs = dict.fromkeys((2, 3, 4), OLD)
+    state = run_snippet(
+        arch, asm, vgprs=vgprs, agprs=agprs, sgprs=resource(address, SIZE), memory=memory, exec_mask=exec_mask
+    )
+    words, active = CONTENT[:512].view(np.uint32).reshape(64, 2), active_lanes(exec_mask)
+    for register, loaded in ((2, words[:, 0]), (3, words[:, 1]), (4, words[:, 0])):
+        np.testing.assert_array_equal(state.agpr[register], np.where(active, loaded, OLD))
+    for lane in np.flatnonzero(active):
+        start = 8 * int(lane)
+        expected[2048 + start : 2048 + start + 8] = CONTENT[start : start + 8]
+        expected[1024 + start : 1024 + start + 4] = CONTENT[start : start + 4]
+    np.testing.assert_array_equal(content, expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_lanes_of_one_instruction_in_several_buffers(arch):
+    contents = [CONTENT[:512].copy(), CONTENT[512:1024].copy(), CONTENT[1024:1536].copy()]
+    memory = Memory()
+    bases = np.array([memory.register(f"content {n}", content) for n, content in enumerate(contents)], np.uint64)
+    which = ORDER % 3
+    at = bases[which] + (LANES * 8).astype(np.uint64)
+    vgprs = {0: at.astype(np.uint32), 1: (at >> np.uint64(32)).astype(np.uint32), 2: DATA[0], 10: OLD}
+    asm = f"global_load_dword v10, v[0:1], off{WAIT}\nglobal_store_dword v[0:1], v2, off offset:4{WAIT}"
+    state = run_snippet(arch, asm, vgprs=vgprs, memory=memory)
+    words = np.stack([CONTENT[512 * n : 512 * (n + 1)].view(np.uint32).reshape(64, 2) for n in range(3)])
+    np.testing.assert_array_equal(state.vgpr[10], words[which, LANES, 0])
+    words[which, LANES, 1] = DATA[0]
+    np.testing.assert_array_equal(np.stack(contents), words.reshape(3, -1).view(np.uint8))
+
+
 # Result registers, dwords, and byte offset from the address in s[20:21]; s22 is 64.
 SCALAR_LOADS = {
     "s_load_dword s40, s[20:21], 0x0": (40, 1, 0),
@@ -114,11 +160,6 @@ SCALAR_LOADS = {
     "s_buffer_load_dwordx8 s[40:47], s[24:27], 0x40": (40, 8, 0x40),
     "s_buffer_load_dwordx16 s[40:55], s[24:27], 0x0": (40, 16, 0),
 }
-
-
-def resource(base: int, records: int, stride: int = 0) -> dict[int, int]:
-    """s[24:27]: a linear buffer of 32-bit data."""
-    return {24: base & 0xFFFFFFFF, 25: base >> 32 | stride << 16, 26: records, 27: 0x00027000}
 
 
 @deferred
