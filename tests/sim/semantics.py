@@ -360,6 +360,30 @@ def show(value: Any) -> str:
     return f"{array.tolist()} ({', '.join(f'{int(word):#x}' for word in raw)})"
 
 
+class Together:
+    """Runs many rows as one snippet, once for every set of circumstances; each alone where that fails.
+
+    Args:
+        rows: what ``run`` is given a list of.
+        run: of rows, the arch and other circumstances, gives the state afterwards. A row's place in it must not depend
+            on which other rows there are.
+    """
+
+    def __init__(self, rows: Iterable[Any], run: Callable[..., Any]) -> None:
+        self.rows, self.run = list(rows), run
+        self.states: dict[Any, Any] = {}
+
+    def state(self, row: Any, arch: str, *circumstances: Any) -> Any:
+        key = (arch, *circumstances)
+        if key not in self.states:
+            try:
+                self.states[key] = self.run([one for one in self.rows if arch in one.archs], *key)
+            except Exception:
+                self.states[key] = None
+        found = self.states[key]
+        return found if found is not None else self.run([row], *key)
+
+
 # Loads and stores.
 
 SOME = 0x8F31_7FFE_0FF0_A5C3  # an EXEC mask with holes everywhere
@@ -387,6 +411,12 @@ class Load:
     @property
     def registers(self) -> int:
         return max(1, self.bytes * len(self.offsets) // 4)
+
+    @property
+    def address(self) -> str:
+        """The VGPR with the lane's address: the first one that is named, if any."""
+        named = re.search(r"\bv\[?(\d+)", self.asm)
+        return named.group(1) if named else ""
 
     def line(self, first: int = 10) -> str:
         return self.asm.format(d=group("v", first, self.registers))
