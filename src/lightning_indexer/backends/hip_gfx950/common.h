@@ -131,6 +131,9 @@ DEVICE Row load_row(const Arguments& a, long m, int lane) {
   return row;
 }
 
+// Before a loop: in it, the compiler then waits for the loop's own loads alone. 0x0f70 is vmcnt(0).
+DEVICE void wait_for_loads() { __builtin_amdgcn_s_waitcnt(0x0f70); }
+
 // ---- One row, one tile
 
 constexpr int ONE = 127;  // E8M0: the scale 2^0 of a block of 32 channels

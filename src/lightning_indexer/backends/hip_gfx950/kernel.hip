@@ -53,6 +53,8 @@ void KERNEL_NAME(const unsigned char* __restrict__ q, const unsigned char* __res
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) block_rows[r] = load_row(a, windows.m + r, lane);
     const Output to = output_of(a, windows.m, lane);
+    wait_for_loads();
+#pragma clang loop unroll(disable)
     while (true) {
 #if UNROLL2
       Keys odd = load_keys(a, tile + workers, seen.last, lane);
