@@ -45,8 +45,13 @@ def is_supported(num_heads: int, head_dim: int) -> bool:
 
 
 class HipGfx950:
+    """``tunables``: kept in place of the heuristic's choices, for measurements; the library's own has none."""
+
     name = "hip-gfx950"
     summary = "HIP C++ for CDNA4 (MI350X, MI355X), H 32 and 64, D 128; executed in simulation only"
+
+    def __init__(self, tunables: Tunables | None = None) -> None:
+        self.tunables = tunables
 
     def missing(self) -> str | None:
         return _missing()
@@ -74,14 +79,14 @@ class HipGfx950:
         return None
 
     def prepare(self, problem: Problem, arch: Arch) -> Launch:
-        return Launch(problem, heuristic(problem, arch))
+        return Launch(problem, heuristic(problem, arch, self.tunables))
 
     def candidates(self, problem: Problem, arch: Arch) -> list[tuple[object, Launch]]:
         return [(config, Launch(problem, config)) for config in neighbours(problem, arch)]
 
     def build(self, problem: Problem, arch: Arch) -> Built:
         """The kernel of this problem, compiled without a device."""
-        return compile_kernel(heuristic(problem, arch))
+        return compile_kernel(heuristic(problem, arch, self.tunables))
 
 
 class Launch:
