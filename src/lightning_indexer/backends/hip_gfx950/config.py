@@ -90,7 +90,7 @@ class KernelConfig:
     def occupancy(self) -> int:
         """Waves of a SIMD that the registers are held to: 512 of a lane, shared."""
         held = self.block_m * self.heads
-        return 4 if held <= 64 else 2 if held <= 128 else 1
+        return 3 if held <= 64 else 2 if held <= 128 else 1
 
     def macros(self) -> dict[str, str | int]:
         """What the source is compiled with."""
