@@ -144,7 +144,7 @@ def cost(
     backend: Annotated[list[str] | None, typer.Option(help="Only this backend; repeat for several.")] = None,
     shapes: Annotated[str | None, typer.Option(help="S_QxS_K,…; default: those of the published table.")] = None,
 ) -> None:
-    """A model of how long each AMD kernel takes, at H=32, D=128, clean: simulated counts, published rates. Not measured.
+    """A model of how long each AMD kernel takes at H=32, D=128, clean: simulated counts, published rates.
 
     Examples: `lightning-indexer cost --arch gfx950`, `lightning-indexer cost --backend hip-gfx950 --shapes 8192x8192`
     """
@@ -168,7 +168,7 @@ def cost(
         times.add_column(column, justify="right")
     times.add_column("limit")
     parts = Table(
-        Column("kernel", overflow="fold"), title="simulated, for each row and 32 keys; then for each workgroup beside its tiles",
+        Column("kernel", overflow="fold"), title="simulated: for each row and 32 keys; then for each workgroup",
         title_justify="left",
     )  # fmt: skip
     for column in ("MFMA", "VALU", "packed", "SALU", "VMEM", "LDS", "k B", "logits B", "VALU", "q B", "weights B"):
@@ -184,8 +184,8 @@ def cost(
             for window in model.COST_WINDOWS:
                 found = predictions.predict(problem, window)
                 seed = SEED.get((problem.rows, problem.keys, window))
-                column = SEED_COLUMN.get(one.name)
-                ratio = f"{found.in_order * 1e6 / seed[column]:.2f} of it" if seed and column is not None else "-"
+                own_kind = SEED_COLUMN.get(one.name)
+                ratio = f"{found.in_order * 1e6 / seed[own_kind]:.2f} of it" if seed and own_kind is not None else "-"
                 published = [f"{number:.1f}" for number in seed] if seed else ["-", "-"]
                 own = (f"{found.in_order * 1e6:.1f}", f"{found.overlapped * 1e6:.1f}")
                 times.add_row(

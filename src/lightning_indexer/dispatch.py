@@ -57,7 +57,7 @@ class ModestBackend(Backend, Protocol):
     """A backend that can run problems on which another one is the better choice."""
 
     def leaves(self, problem: Problem, arch: Arch) -> str | None:
-        """None, or why a problem that it ``supports`` goes to the next backend, unless this one is asked for by name."""
+        """None, or why a problem that it ``supports`` goes to the next backend unless it is asked for by name."""
 
 
 _BACKENDS: dict[str, Backend] = {

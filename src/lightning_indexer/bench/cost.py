@@ -1,9 +1,9 @@
 """``lightning-indexer cost``: a model of how long AMD kernels take, from what the simulator counts and published rates.
 
 A model, not a measurement. For each kernel a few workgroups of the real launch are simulated, over windows of several
-lengths, and what they executed is split into three parts: of a workgroup that has keys (loading q, finding its windows),
-of a FLOP of its matrix products (the tiles), and of a byte of -inf outside of them. The parts are then added up for the
-windows of a shape. Rates are in ``rates.py``. Two times come of it:
+lengths, and what they executed is split into three parts: of a workgroup that has keys (finding its windows, loading
+q), of a FLOP of its matrix products (the tiles), and of a byte of -inf outside of them. The parts are then added up for
+the windows of a shape. Rates are in ``rates.py``. Two times come of it:
 
 - in order: matrix and vector instructions of a SIMD one after the other;
 - overlapped: side by side, but for packed float32 instructions, which the hardware does not execute beside matrix ones.
@@ -127,7 +127,11 @@ class Model:
         written = problem.rows * problem.keys if problem.clean_logits else positions
         flop = 2.0 * problem.heads * problem.head_dim * positions
         total: dict[str, float] = {}
-        for amounts, times in ((kernel.group, groups), (kernel.flop, flop), (kernel.filled, 4.0 * (written - positions))):
+        for amounts, times in (
+            (kernel.group, groups),
+            (kernel.flop, flop),
+            (kernel.filled, 4.0 * (written - positions)),
+        ):
             for name, amount in amounts.items():
                 total[name] = total.get(name, 0.0) + amount * times
         simd_cycles = rates.units * rates.simds * rates.clock
@@ -155,10 +159,9 @@ class _Launch:
         dtype = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
         rows, keys, heads, dim = problem.rows, problem.keys, problem.heads, problem.head_dim
         # Values play no part in what is executed.
-        self.tensors = (
-            torch.zeros(rows, heads, dim, dtype=torch.uint8).view(dtype), torch.zeros(keys, dim, dtype=torch.uint8).view(dtype),
-            torch.ones(keys), torch.ones(rows, heads),
-        )  # fmt: skip
+        q = torch.zeros(rows, heads, dim, dtype=torch.uint8).view(dtype)
+        k = torch.zeros(keys, dim, dtype=torch.uint8).view(dtype)
+        self.tensors = (q, k, torch.ones(keys), torch.ones(rows, heads))
         self.out = torch.empty(rows, row_stride(problem.width, problem.out_dtype), dtype=problem.out_dtype)
         self.grid = self.simulate([], 0).grid
 
@@ -208,16 +211,14 @@ def _take_apart(backend: str, built: Built, launch: _Launch) -> Kernel:
 
     more, less = without_fill(longest), without_fill(shorter)
     names = more.keys() | less.keys()
-    flop = {
-        name: (more.get(name, 0.0) - less.get(name, 0.0)) / (longest["flop"] - shorter["flop"]) for name in names
-    }
+    flop = {name: (more.get(name, 0.0) - less.get(name, 0.0)) / (longest["flop"] - shorter["flop"]) for name in names}
     group = {name: max(0.0, more.get(name, 0.0) - flop[name] * longest["flop"]) for name in names}
     return Kernel(backend, built, group, flop, filled)
 
 
 def _amounts(report: Report) -> Amounts:
     """What a report counts, by the names that the model uses."""
-    found: Amounts = {kind: 0.0 for kind in KINDS} | dict(report.by_kind)
+    found: Amounts = dict.fromkeys(KINDS, 0.0) | dict(report.by_kind)
     found |= {"flop": 0.0, "matrix cycles": 0.0, "packed": 0.0, "LDS bytes": 0.0}
     for opcode, times in report.by_opcode.items():
         if "mfma" in opcode:
@@ -252,8 +253,9 @@ def bytes_of(amounts: Amounts, access: str, tensor: str) -> float:
 COST_WINDOWS: tuple[Window, ...] = tuple(window for window in WINDOWS if window in ("causal", "multi_req"))
 
 EXPLANATION = """\
-This is a model. Nothing here was measured by this project: the counts are the simulator's, the rates AMD's published ones
-(bench/rates.py holds every input with its source), and no AMD GPU was at hand. in order: matrix and vector instructions of
-a SIMD one after the other; overlapped: side by side, but for packed float32 instructions. Latencies, start-up, clocks under
-load, L2 and uneven workgroups are not in it, so it is a floor, furthest off where launches are short. Triton and HIP are
-the columns that ROCm/aiter published for its own kernels on an MI355X; "in order is" compares with the one of the same kind."""
+This is a model. Nothing here was measured by this project: the counts are the simulator's, the rates those that AMD
+publishes (bench/rates.py holds every input with its source), and no AMD GPU was at hand. "in order": matrix and vector
+instructions of a SIMD one after the other; "overlapped": side by side, but for packed float32 instructions. Latencies,
+start-up, clocks under load, L2 and uneven workgroups are not in it, so it is a floor, furthest off where launches are
+short. Triton and HIP are the columns that ROCm/aiter published for its own kernels on an MI355X; "in order is" compares
+with the one of the same kind."""

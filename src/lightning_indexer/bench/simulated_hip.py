@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from lightning_indexer.backends.hip_gfx950.config import Tunables
+from lightning_indexer.backends.hip_gfx950.config import Strategy, Tunables
 from lightning_indexer.bench.cases import WINDOWS, Case, Form, Window, window_applies
 
 # Single rows, sizes around tiles, few rows over many tiles, rows that straddle workgroups. Then what the heuristic
@@ -50,7 +50,8 @@ def cases(thorough: bool, windows: Sequence[str]) -> Iterator[tuple[Case, Tunabl
     forms in turn. Otherwise a few of each.
     """
     forms: tuple[Form, ...] = ("clean", "noclean")
-    for shape, strategy in itertools.product(SHAPES if thorough else FEW_SHAPES, ("stream", "lds")):
+    strategies: tuple[Strategy, ...] = ("stream", "lds")
+    for shape, strategy in itertools.product(SHAPES if thorough else FEW_SHAPES, strategies):
         for window, form in itertools.product(WINDOWS, forms):
             if window in windows and window_applies(window, *shape):
                 yield Case(*shape, 32, 128, window, form), Tunables(strategy=strategy)

@@ -1,7 +1,7 @@
 // What both strategies share: one wave, ROWS query rows of HEADS heads, 32 keys at a time.
 //
-//   v_mfma_scale_f32_32x32x64_f8f6f4 contracts 64 channels of 32 heads (A: q) with 32 keys (B: k), so two of them make the
-//   scores of one row, 32 heads and 32 keys. Layouts, with c = lane % 32 and h = lane / 32:
+//   v_mfma_scale_f32_32x32x64_f8f6f4 contracts 64 channels of 32 heads (A: q) with 32 keys (B: k), so two of them make
+//   the scores of one row, 32 heads and 32 keys. Layouts, with c = lane % 32 and h = lane / 32:
 //     operands  lane holds head (or key) c, channels 64 s + 16 h + [0, 16) and 64 s + 32 + 16 h + [0, 16) of part s
 //     result    register v is head 8 (v / 4) + 4 h + v % 4 of key c
 //   So a lane sums the heads that it holds, and one swap of half waves adds the other half of two rows at once.
@@ -18,23 +18,23 @@ typedef unsigned u32x2 __attribute__((ext_vector_type(2)));
 
 #define DEVICE static inline __attribute__((device, always_inline))
 
-constexpr int TILE = 32;                // keys of one matrix product
-constexpr int DIM = 128;                // channels
-constexpr int GROUPS = HEADS / 32;      // matrix products of a row and tile: GROUPS times DIM / 64
-constexpr int PAIRS = ROWS / 2;         // rows reduce, and are stored, two at a time
+constexpr int TILE = 32;            // keys of one matrix product
+constexpr int DIM = 128;            // channels
+constexpr int GROUPS = HEADS / 32;  // matrix products of a row and tile: GROUPS times DIM / 64
+constexpr int PAIRS = ROWS / 2;     // rows reduce, and are stored, two at a time
 constexpr float MINUS_INF = -__builtin_inff();
 static_assert(HEADS % 32 == 0 && HEADS > 0, "a matrix product takes 32 heads");
 static_assert(ROWS % 2 == 0, "a swap reduces two rows");
 
 // Pointers and sizes of a launch; strides in elements.
 struct Arguments {
-  const unsigned char* q;   // fp8 e4m3fn [M, HEADS, DIM]
-  const unsigned char* k;   // fp8 e4m3fn [N, DIM]
-  const float* kv_scale;    // [N]
-  const float* weights;     // [M, HEADS]
-  const int* ks;            // [M]
-  const int* ke;            // [M]
-  float* out;               // [M, N]
+  const unsigned char* q;  // fp8 e4m3fn [M, HEADS, DIM]
+  const unsigned char* k;  // fp8 e4m3fn [N, DIM]
+  const float* kv_scale;   // [N]
+  const float* weights;    // [M, HEADS]
+  const int* ks;           // [M]
+  const int* ke;           // [M]
+  float* out;              // [M, N]
   long q_stride_m, q_stride_h, k_stride, w_stride, out_stride;
   int rows, keys;
 };
@@ -156,9 +156,7 @@ DEVICE f32x2 relu_pair(f32x2 score, float after) {
 }
 #else
 // One v_max_f32 each under -fno-honor-nans; without it, a canonicalising one before each.
-DEVICE f32x2 relu_first(f32x2 score) {
-  return f32x2{__builtin_fmaxf(score[0], 0.f), __builtin_fmaxf(score[1], 0.f)};
-}
+DEVICE f32x2 relu_first(f32x2 score) { return f32x2{__builtin_fmaxf(score[0], 0.f), __builtin_fmaxf(score[1], 0.f)}; }
 DEVICE f32x2 relu_pair(f32x2 score, float) { return relu_first(score); }
 #endif
 
@@ -178,8 +176,8 @@ DEVICE f32x2 weigh(f32x16 score, f32x16 weight, f32x2 sum) {
 
 // Both halves' shares of two rows: row `a` complete in lanes 0-31, row `b` in lanes 32-63.
 DEVICE float reduce_pair(float a, float b) {
-  const u32x2 swapped = __builtin_amdgcn_permlane32_swap(__builtin_bit_cast(unsigned, a),
-                                                         __builtin_bit_cast(unsigned, b), false, false);
+  const u32x2 swapped =
+      __builtin_amdgcn_permlane32_swap(__builtin_bit_cast(unsigned, a), __builtin_bit_cast(unsigned, b), false, false);
   // Through scalars: clang reads element 0 for a bit_cast of swapped[1].
   const unsigned first = swapped[0], second = swapped[1];
   return __builtin_bit_cast(float, first) + __builtin_bit_cast(float, second);
@@ -265,7 +263,7 @@ DEVICE void store_tile(const Arguments& a, const Windows& w, const Output& o, Lo
 #pragma unroll
   for (int p = 0; p < PAIRS; ++p)
     __builtin_amdgcn_raw_buffer_store_b32(__builtin_bit_cast(int, logits.pair[p]), o.pair[p], offset[p], uniform(n * 4),
-                                           0);
+                                          0);
 }
 
 // ---- Outside the tiles

@@ -128,7 +128,7 @@ def heuristic(problem: Problem, arch: Arch, fixed: Tunables | None = None) -> Ke
     num_warps = fixed.num_warps or 4
     unroll2 = strategy == "stream" if fixed.unroll2 is None else fixed.unroll2
     if unroll2 and strategy == "lds":
-        raise ValueError("unroll2: got True with strategy 'lds', whose stages are double-buffered in LDS; expected False")
+        raise ValueError("unroll2: got True with strategy 'lds', whose stages lie in LDS, expected False")
     # Longest rows first, where their lengths differ by enough to show (seed: worth 6% at N = 4096, free elsewhere).
     reverse = problem.keys > 2048 if fixed.reverse_rows is None else fixed.reverse_rows
     config = KernelConfig(

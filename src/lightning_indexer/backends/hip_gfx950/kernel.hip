@@ -29,11 +29,12 @@ DEVICE Keys load_keys(const Arguments& a, int tile, int last, int lane) {
   return keys;
 }
 
-extern "C" __attribute__((global, amdgpu_flat_work_group_size(64 * WAVES, 64 * WAVES), amdgpu_waves_per_eu(OCCUPANCY)))
-void KERNEL_NAME(const unsigned char* __restrict__ q, const unsigned char* __restrict__ k,
-                 const float* __restrict__ kv_scale, const float* __restrict__ weights, const int* __restrict__ ks,
-                 const int* __restrict__ ke, float* __restrict__ out, long q_stride_m, long q_stride_h, long k_stride,
-                 long w_stride, long out_stride, int rows, int keys, int blocks, int splits, int reverse) {
+extern "C"
+    __attribute__((global, amdgpu_flat_work_group_size(64 * WAVES, 64 * WAVES), amdgpu_waves_per_eu(OCCUPANCY))) void
+    KERNEL_NAME(const unsigned char* __restrict__ q, const unsigned char* __restrict__ k,
+                const float* __restrict__ kv_scale, const float* __restrict__ weights, const int* __restrict__ ks,
+                const int* __restrict__ ke, float* __restrict__ out, long q_stride_m, long q_stride_h, long k_stride,
+                long w_stride, long out_stride, int rows, int keys, int blocks, int splits, int reverse) {
   const Arguments a = {q,          k,          kv_scale, weights,  ks,         ke,   out,
                        q_stride_m, q_stride_h, k_stride, w_stride, out_stride, rows, keys};
   const int lane = __builtin_amdgcn_workitem_id_x() % 64;
