@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-CXX_FILES = $(wildcard src/lightning_indexer/backends/*/*.cuh src/lightning_indexer/backends/*/*.hip)
+CXX_FILES = $(wildcard $(addprefix src/lightning_indexer/backends/*/*.,cuh hip h))
 
 .PHONY: demo test verify-amd lint format install clean
 .DEFAULT_GOAL := help

@@ -225,6 +225,7 @@ def verify(
 
 app.command()(cli_amd.resources)
 app.command()(cli_amd.disasm)
+app.command()(cli_amd.cost)
 
 
 @app.command()

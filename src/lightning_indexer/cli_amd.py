@@ -1,4 +1,4 @@
-"""Commands that look at AMD kernels on any machine: ``verify --arch``, ``resources``, ``disasm``."""
+"""Commands that look at AMD kernels on any machine: ``verify --arch``, ``resources``, ``disasm``, ``cost``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from lightning_indexer import cli_common as common
 from lightning_indexer import dispatch, sim
 from lightning_indexer.arch import Arch
-from lightning_indexer.bench.cases import FORMS, WINDOWS
+from lightning_indexer.bench.cases import FORMS, PERFORMANCE_SHAPES, WINDOWS
 from lightning_indexer.cli_common import err, out
 from lightning_indexer.launcher.simulator import ARCHS
 from lightning_indexer.toolchain.built import CompileError
@@ -47,8 +47,9 @@ def verify(
     for name in windows or []:
         common.one_of("--window", name, WINDOWS)
     cases = simulated.sweep(
-        arch.name, backends, windows=windows or WINDOWS, heads=heads, head_dims=head_dims, seed=seed
-    )
+        arch.name, backends, windows=windows or WINDOWS, heads=heads, head_dims=head_dims, seed=seed,
+        thorough=bool(names),
+    )  # fmt: skip
     cases, refused = _supported(cases, arch)
     if not cases:
         raise typer.BadParameter("; ".join(refused) or "no case is left", param_hint="--arch")
@@ -85,20 +86,26 @@ def resources(
     for column in ("VGPR", "of them AGPR", "SGPR", "LDS bytes", "scratch", "spills V/S", "waves"):
         table.add_column(column, justify="right")
     table.add_column("compiler")
+    refused: dict[str, None] = {}
     for one in _amd_backends(backend, target):
         for h in common.ints("--heads", heads):
             for d in common.ints("--head-dim", head_dim):
                 for form in FORMS:
                     problem = common.problem(f"4096,32768,{h},{d}", form)
                     if (reason := one.supports(problem, target)) is not None:
-                        raise typer.BadParameter(f"{one.name}: {reason}")
+                        refused[f"{one.name}: {reason}"] = None
+                        continue
                     with _compile_errors():
                         built = one.build(problem, target)
                     r = built.resources
                     spills = f"{r.vgpr_spills}/{r.sgpr_spills}"
                     numbers = (r.vgpr, r.agpr, r.sgpr, r.lds, r.scratch, spills, r.waves_per_simd)
                     table.add_row(built.kernel, *map(str, numbers), built.compiler)
+    if not table.row_count:
+        raise typer.BadParameter("; ".join(refused))
     out.print(table)
+    for sentence in refused:
+        out.print(f"not supported by {sentence}", markup=False, highlight=False)
 
 
 def disasm(
@@ -130,6 +137,70 @@ def disasm(
         raise typer.BadParameter(reason, param_hint="--addresses")
     for pc, code, text in sim.listing(built.code_object, built.kernel):
         typer.echo(f"{pc:#08x}  {code.hex():32}  {text}")
+
+
+def cost(
+    arch: Annotated[str, typer.Option(help="gfx950, of which rates are known here.")] = "gfx950",
+    backend: Annotated[list[str] | None, typer.Option(help="Only this backend; repeat for several.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="S_QxS_K,…; default: those of the published table.")] = None,
+) -> None:
+    """A model of how long each AMD kernel takes at H=32, D=128, clean: simulated counts, published rates.
+
+    Examples: `lightning-indexer cost --arch gfx950`, `lightning-indexer cost --backend hip-gfx950 --shapes 8192x8192`
+    """
+    from lightning_indexer import envs
+    from lightning_indexer.bench import cost as model
+    from lightning_indexer.bench.rates import DEVICES, SEED, SEED_COLUMN
+
+    target = Arch.parse(common.one_of("--arch", arch, tuple(DEVICES)))
+    rates = DEVICES[target.name]
+    if (reason := sim.missing()) is not None:
+        raise typer.BadParameter(reason, param_hint="--arch")
+    envs.stop_triton_interpreter()
+    chosen = common.shapes(shapes) if shapes else PERFORMANCE_SHAPES
+    problems = [common.problem(f"{s_q},{s_k},32,128", "clean") for s_q, s_k in chosen]
+    times = Table(title=f"MODEL, not measured: microseconds on {rates.name}", title_justify="left")
+    for column in ("rows", "keys"):
+        times.add_column(column, justify="right")
+    times.add_column("window")
+    times.add_column("backend", no_wrap=True)
+    for column in ("in order", "overlapped", "Triton (aiter)", "HIP (aiter)", "in order is"):
+        times.add_column(column, justify="right")
+    times.add_column("limit")
+    parts = Table(
+        Column("kernel", overflow="fold"), title="simulated: for each row and 32 keys; then for each workgroup",
+        title_justify="left",
+    )  # fmt: skip
+    for column in ("MFMA", "VALU", "packed", "SALU", "VMEM", "LDS", "k B", "logits B", "VALU", "q B", "weights B"):
+        parts.add_column(column, justify="right")
+    for one in _amd_backends(backend, target):
+        able = [problem for problem in problems if one.supports(problem, target) is None]
+        if not able:
+            out.print(f"not supported by {one.name}: {one.supports(problems[0], target)}", markup=False)
+            continue
+        with _compile_errors():
+            predictions = model.Model(one, able, target, rates)
+        for problem in able:
+            for window in model.COST_WINDOWS:
+                found = predictions.predict(problem, window)
+                seed = SEED.get((problem.rows, problem.keys, window))
+                own_kind = SEED_COLUMN.get(one.name)
+                ratio = f"{found.in_order * 1e6 / seed[own_kind]:.2f} of it" if seed and own_kind is not None else "-"
+                published = [f"{number:.1f}" for number in seed] if seed else ["-", "-"]
+                own = (f"{found.in_order * 1e6:.1f}", f"{found.overlapped * 1e6:.1f}")
+                times.add_row(
+                    str(problem.rows), str(problem.keys), window, one.name, *own, *published, ratio, found.limit
+                )
+        for kernel in predictions.kernels:
+            tile, group = kernel.of_tile(able[0]), kernel.group
+            numbers = [tile["MFMA"], tile["VALU"], tile["packed"], tile["SALU"]]
+            numbers += [tile["VMEM_LOAD"] + tile["VMEM_STORE"], tile["LDS"]]
+            numbers += [model.bytes_of(tile, "load", "k"), model.bytes_of(tile, "store", "out")]
+            ends = [group["VALU"], model.bytes_of(group, "load", "q"), model.bytes_of(group, "load", "w")]
+            parts.add_row(kernel.built.kernel, *(f"{number:.1f}" for number in numbers), *(f"{n:.0f}" for n in ends))
+    out.print(times)
+    out.print(parts)
+    out.print(model.EXPLANATION, markup=False, highlight=False)
 
 
 def _amd_arch(name: str) -> Arch:

@@ -15,6 +15,7 @@ import torch
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90.backend import CudaSm90
+from lightning_indexer.backends.hip_gfx950.backend import HipGfx950
 from lightning_indexer.backends.torch_blocked.backend import TorchBlocked
 from lightning_indexer.backends.triton_portable.backend import TritonPortable
 from lightning_indexer.problem import Operands, Problem
@@ -51,12 +52,22 @@ class AmdBackend(Backend, Protocol):
         """The kernel that runs ``problem`` on an AMD arch that ``supports`` allows."""
 
 
-_BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CudaSm90(), TritonPortable(), TorchBlocked())}
+@runtime_checkable
+class ModestBackend(Backend, Protocol):
+    """A backend that can run problems on which another one is the better choice."""
+
+    def leaves(self, problem: Problem, arch: Arch) -> str | None:
+        """None, or why a problem that it ``supports`` goes to the next backend unless it is asked for by name."""
+
+
+_BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (CudaSm90(), HipGfx950(), TritonPortable(), TorchBlocked())
+}
 
 # The order in which backends are tried, by vendor: the first whose gate is open and whose packages are here.
 _ORDER: dict[str, tuple[str, ...]] = {
     "nvidia": ("cuda-sm90", "triton-portable", "torch-blocked"),
-    "amd": ("triton-portable", "torch-blocked"),
+    "amd": ("hip-gfx950", "triton-portable", "torch-blocked"),
     "cpu": ("torch-blocked", "triton-portable"),
     "other": ("torch-blocked",),
 }
@@ -158,7 +169,10 @@ def explain(problem: Problem, arch: Arch, name: str | None = None, *, installed_
     verdicts: list[Verdict] = []
     for candidate in names:
         backend = _BACKENDS[candidate]
-        reason = backend.supports(problem, arch) or (backend.missing() if installed_only else None)
+        reason = backend.supports(problem, arch)
+        if reason is None and name is None and isinstance(backend, ModestBackend):
+            reason = backend.leaves(problem, arch)
+        reason = reason or (backend.missing() if installed_only else None)
         verdicts.append(Verdict(candidate, reason is None and not any(v.chosen for v in verdicts), reason))
     return verdicts
 

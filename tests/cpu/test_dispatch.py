@@ -54,7 +54,7 @@ def chosen(problem: Problem, arch: Arch) -> list[str]:
 
 ORDER = {
     "nvidia": ["cuda-sm90", "triton-portable", "torch-blocked"],
-    "amd": ["triton-portable", "torch-blocked"],
+    "amd": ["hip-gfx950", "triton-portable", "torch-blocked"],
     "cpu": ["torch-blocked", "triton-portable"],
     "other": ["torch-blocked"],
 }
@@ -104,7 +104,34 @@ def test_order(arch, problem):
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_choice(arch, heads, head_dim):
     for facts in FORMS:
-        assert chosen(Problem(4096, 32768, heads, head_dim, **facts), arch) == [CHOICE[arch.name]]
+        problem = Problem(4096, 32768, heads, head_dim, **facts)
+        hip = arch.name == "gfx950" and (heads, head_dim) == (32, 128) and not problem.compressed
+        hip &= problem.out_dtype is torch.float32
+        assert chosen(problem, arch) == ["hip-gfx950" if hip else CHOICE[arch.name]]
+
+
+def test_hip_gfx950():
+    gfx950 = Arch.parse("gfx950")
+    assert chosen(GLM, gfx950) == ["hip-gfx950"]
+    # Few keys a row, or 64 heads: another backend's by default, this one's if it is asked for.
+    for problem, reason in (
+        (Problem(4096, 32767, 32, 128), "left to the next backend unless asked for: N is less than 8 M"),
+        (DEEPSEEK, "left to the next backend unless asked for: H=64, tuned for 32"),
+    ):
+        assert chosen(problem, gfx950) == ["triton-portable"]
+        assert reasons(problem, gfx950)["hip-gfx950"] == reason
+        assert reasons(problem, gfx950, "hip-gfx950")["hip-gfx950"] is None
+        assert support_table(problem)["hip-gfx950"]["gfx950"] is None
+    for problem, arch, reason in (
+        (GLM, "gfx942", "needs gfx950 (MI350X, MI355X), this is gfx942"),
+        (Problem(1, 9, 16, 128), "gfx950", "H=16 is not one of 32, 64"),
+        (Problem(1, 9, 32, 64), "gfx950", "D=64 is not one of 128"),
+        (Problem(1, 9, 32, 128, clean_logits=False, max_seqlen_k=9), "gfx950", "compressed logits are not built"),
+        (Problem(1, 9, 32, 128, out_dtype=torch.bfloat16), "gfx950", "writes float32 logits, torch.bfloat16 is not"),
+        (Problem(1, 9, 32, 128, aligned=False), "gfx950", "must start on 16-byte boundaries"),
+        (Problem(1, 2**30, 32, 128), "gfx950", "two rows of logits do not lie within 4 GiB"),
+    ):
+        assert reason in reasons(problem, Arch.parse(arch), "hip-gfx950")["hip-gfx950"]
 
 
 @pytest.mark.parametrize("arch", GPUS, ids=lambda arch: arch.name)
@@ -213,6 +240,7 @@ def test_a_named_backend_is_looked_at_alone():
         "   triton-portable: H=24 is not one of 8, 16, 32, 64, 128"
     ]
     assert [str(verdict) for verdict in explain(DEEPSEEK, Arch.parse("gfx90a"))] == [
+        "   hip-gfx950: needs gfx950 (MI350X, MI355X), this is gfx90a",
         "-> triton-portable: can run",
         "   torch-blocked: can run",
     ]

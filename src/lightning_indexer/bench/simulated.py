@@ -18,8 +18,11 @@ import torch
 
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch
+from lightning_indexer.backends.hip_gfx950 import backend as hip_gfx950
+from lightning_indexer.backends.hip_gfx950.config import Tunables
 from lightning_indexer.backends.triton_portable.backend import Launch
 from lightning_indexer.backends.triton_portable.config import heuristic
+from lightning_indexer.bench import simulated_hip
 from lightning_indexer.bench.cases import WINDOWS, Case, Form, Inputs, Window, make_inputs, make_windows, window_applies
 from lightning_indexer.bench.guarded import GuardedOutput
 from lightning_indexer.bench.verify import call, compressed_width, judge, oracles, with_signed_scales
@@ -47,6 +50,7 @@ class SimulatedCase:
         chunk: columns that one program owns, so that its pipelined loop runs for longer than the few keys here ask
             for; 0 leaves it to the backend.
         seed: of the order of the waves.
+        tunables: of ``hip-gfx950``, in place of its heuristic's; None leaves them to it.
     """
 
     arch: str
@@ -56,12 +60,14 @@ class SimulatedCase:
     k_dtype: torch.dtype
     chunk: int = 0
     seed: int = 0
+    tunables: Tunables | None = None
 
     def __str__(self) -> str:
         names = {FN: "fn", FNUZ: "fnuz"}
         dialects = f" q={names[self.q_dtype]} k={names[self.k_dtype]}" if self.arch == "gfx942" else ""
         chunk = f" chunk={self.chunk}" if self.chunk else ""
-        return f"{self.arch} {self.backend} {self.case}{dialects}{chunk} seed={self.seed}"
+        tunables = f" {self.tunables}" if self.tunables else ""
+        return f"{self.arch} {self.backend} {self.case}{dialects}{chunk}{tunables} seed={self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +93,13 @@ def sweep(
     heads: Sequence[int] | None = None,
     head_dims: Sequence[int] | None = None,
     seed: int = 0,
+    thorough: bool = False,
 ) -> list[SimulatedCase]:
     """The cases of one arch, those that share a kernel next to each other.
 
     Six windows x clean {1, 0} x heads x dims at two shapes, then compressed and bfloat16 results, a loop of many
     tiles, and on gfx942 the four pairs of fp8 dialects; where heads and dims are left open, other ones and tiny shapes.
+    ``thorough``: every tunable combination of a backend that has tunables.
     """
     native = FNUZ if arch == "gfx942" else FN
     others = ((FN, FNUZ), (FNUZ, FN), (FNUZ, FNUZ)) if arch == "gfx942" else ()
@@ -121,6 +129,9 @@ def sweep(
                 add(backend, SHAPES[0], h, d, ("misaligned", "empty"), "clean")
             for shape in TINY_SHAPES:
                 add(backend, shape, 64, 128, WINDOWS, "clean")
+    if "hip-gfx950" in backends and arch == "gfx950" and 32 in (heads or HEADS) and 128 in (head_dims or HEAD_DIMS):
+        for case, tunables in simulated_hip.cases(thorough, windows):
+            found.append(SimulatedCase(arch, "hip-gfx950", case, FN, FN, 0, seed + len(found), tunables))
     return found
 
 
@@ -180,12 +191,15 @@ def make_simulated_inputs(case: SimulatedCase) -> Inputs:
 def _call(case: SimulatedCase, inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor) -> GuardedOutput:
     facts = case.case
     width = compressed_width(ks, ke, facts.s_k) if facts.form == "compressed" else 0
-    if not case.chunk:
+    if not case.chunk and case.tunables is None:
         return call(facts, case.backend, inputs, ks, ke, width)
     arch, problem = Arch.parse(case.arch), facts.problem(width)
     output = GuardedOutput(facts.s_q, problem.width, facts.out_dtype, ks.device)
     operands = Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
-    Launch(problem, arch, replace(heuristic(problem, arch), chunk=case.chunk))(operands, output.view)
+    if case.tunables is not None:
+        hip_gfx950.launch(problem, operands, output.view, arch, case.tunables)
+    else:
+        Launch(problem, arch, replace(heuristic(problem, arch), chunk=case.chunk))(operands, output.view)
     return output
 
 

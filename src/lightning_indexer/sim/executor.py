@@ -161,7 +161,11 @@ class Launch:
         return registers + [0] * (count - len(registers))
 
     def run(self) -> None:
-        workgroups = list(itertools.product(*(range(size) for size in reversed(self.grid))))
+        chosen = self.options.workgroups
+        if chosen is None:
+            workgroups = list(itertools.product(*(range(size) for size in reversed(self.grid))))
+        else:
+            workgroups = sorted((z, y, x) for x, y, z in chosen)
         self._order(workgroups)
         for z, y, x in workgroups:
             self._run_workgroup((x, y, z))

@@ -23,6 +23,7 @@ class Options:
         trace: called before every instruction as ``trace(wave, instruction)``; slow.
         on_access: called for every global memory access as ``on_access(kind, buffer, workgroup, wave, pc, addresses,
             bytes)``: kind is ``load``, ``store`` or ``atomic``; addresses of the active lanes, bytes of one lane.
+        workgroups: the numbers (x, y, z) of those to run; None: the whole grid.
         max_instructions: a launch that executes more wave-instructions than this is a fault; None: no limit.
     """
 
@@ -34,6 +35,7 @@ class Options:
     drop: frozenset[int] = frozenset()
     trace: Callable[[Any, Any], None] | None = None
     on_access: Callable[..., None] | None = None
+    workgroups: frozenset[tuple[int, int, int]] | None = None
     max_instructions: int | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +73,7 @@ class Report:
         loaded, stored: bytes that lanes asked for, by buffer name; vector and scalar loads together.
         lds_bank_conflicts: extra LDS cycles, by the rule in docs/simulator.md.
         waves, seconds: waves run; wall time.
+        grid, block: as launched.
     """
 
     instructions: int = 0
@@ -83,3 +86,5 @@ class Report:
     lds_bank_conflicts: int = 0
     waves: int = 0
     seconds: float = 0.0
+    grid: tuple[int, int, int] = (0, 0, 0)
+    block: tuple[int, int, int] = (0, 0, 0)

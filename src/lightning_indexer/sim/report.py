@@ -33,6 +33,8 @@ def fill(launch: Launch) -> Report:
         by_pc=dict(sorted(by_pc.items())),
         lds_bank_conflicts=launch.bank_conflicts,
         waves=launch.waves_run,
+        grid=launch.grid,
+        block=launch.block,
     )
     for buffer in launch.memory.buffers:
         if buffer.loaded:
