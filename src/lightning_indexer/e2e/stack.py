@@ -149,8 +149,8 @@ class Stack:
         x = prompt[:0]
         for start in range(0, context, step):
             x = prompt[start : start + step].clone()
-            chunks = plan_chunks([Request(start, x.shape[0])], max_logits_bytes=max_logits_bytes)
-            windows = [chunk.windows(self.device) for chunk in chunks]
+            planned = plan_chunks([Request(start, x.shape[0])], max_logits_bytes=max_logits_bytes)
+            chunks = [(chunk, *chunk.windows(self.device)) for chunk in planned]
             selected = x.new_empty((0, 0), dtype=torch.int32)
             for index, layer in enumerate(self.layers):
                 with clock.phase("projections"):
@@ -159,18 +159,7 @@ class Stack:
                     self._cache_latents(latents[index], start, h, layer)
                 paged = keys[index]
                 if paged is not None:
-                    selected = self._select(
-                        index,
-                        layer,
-                        paged,
-                        start,
-                        h,
-                        c,
-                        list(zip(chunks, windows, strict=True)),
-                        backend,
-                        clock,
-                        observer,
-                    )
+                    selected = self._select(index, layer, paged, start, h, c, chunks, backend, clock, observer)
                 with clock.phase("attention"):
                     attended = self._attend(layer, latents[index], start, c, selected)
                 if observer is not None:
@@ -194,7 +183,7 @@ class Stack:
         start: int,
         h: torch.Tensor,
         c: torch.Tensor,
-        chunks: list[tuple[Chunk, tuple[torch.Tensor, torch.Tensor]]],
+        chunks: list[tuple[Chunk, torch.Tensor, torch.Tensor]],
         backend: str | None,
         clock: Clock,
         observer: Observer | None,
@@ -216,7 +205,7 @@ class Stack:
             weights = gates * q_scale.view_as(gates)
         selected = torch.full((h.shape[0], d.index_topk), -1, dtype=torch.int32, device=self.device)
         gathered = None
-        for chunk, (ks, ke) in chunks:
+        for chunk, ks, ke in chunks:
             if chunk.gather or gathered is None:
                 with clock.phase("gather"):
                     gathered = paged.gather(chunk.keys)
