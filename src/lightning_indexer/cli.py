@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.table import Table
 
-from lightning_indexer import __version__, cli_amd, dispatch, envs
+from lightning_indexer import __version__, cli_amd, cli_engines, dispatch, envs
 from lightning_indexer import cli_common as common
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.bench.cases import FORMS, PERFORMANCE_SHAPES, WINDOWS
@@ -47,6 +47,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
     with common.bad_parameter(None):
         arch_of("cpu")  # reads LIGHTNING_INDEXER_ARCH
+        envs.kernels()
         if (name := envs.backend()) is not None:
             dispatch.get(name, "LIGHTNING_INDEXER_BACKEND")
 
@@ -226,6 +227,8 @@ def verify(
 app.command()(cli_amd.resources)
 app.command()(cli_amd.disasm)
 app.command()(cli_amd.cost)
+app.command()(cli_engines.e2e)
+app.command("trace-diff")(cli_engines.trace_diff)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Which backend runs a call: an ordered registry, one gate per backend, one function that selects.
+"""Which backend runs a call: a registry, one gate per backend, one function that selects in the order of ``policy``.
 
 Nothing here touches a device or imports a kernel, so the whole table can be queried for any arch on any machine.
 """
@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from lightning_indexer import envs
+from lightning_indexer import envs, policy
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90.backend import CudaSm90
 from lightning_indexer.backends.hip_gfx950.backend import HipGfx950
@@ -52,24 +52,8 @@ class AmdBackend(Backend, Protocol):
         """The kernel that runs ``problem`` on an AMD arch that ``supports`` allows."""
 
 
-@runtime_checkable
-class ModestBackend(Backend, Protocol):
-    """A backend that can run problems on which another one is the better choice."""
-
-    def leaves(self, problem: Problem, arch: Arch) -> str | None:
-        """None, or why a problem that it ``supports`` goes to the next backend unless it is asked for by name."""
-
-
 _BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (CudaSm90(), HipGfx950(), TritonPortable(), TorchBlocked())
-}
-
-# The order in which backends are tried, by vendor: the first whose gate is open and whose packages are here.
-_ORDER: dict[str, tuple[str, ...]] = {
-    "nvidia": ("cuda-sm90", "triton-portable", "torch-blocked"),
-    "amd": ("hip-gfx950", "triton-portable", "torch-blocked"),
-    "cpu": ("torch-blocked", "triton-portable"),
-    "other": ("torch-blocked",),
 }
 
 
@@ -79,14 +63,24 @@ class BackendUnavailableError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What selection thinks of one backend. ``reason`` is None where it could run."""
+    """What selection thinks of one backend.
+
+    Attributes:
+        reason: None where it could run, else why not.
+        why: why the policy has it at this place; empty for a backend looked at by name.
+        passed_over: None, or why the policy does not take it for this call, even where it could run.
+    """
 
     backend: str
     chosen: bool
     reason: str | None
+    why: str = ""
+    passed_over: str | None = None
 
     def __str__(self) -> str:
-        return f"{'->' if self.chosen else '  '} {self.backend}: {self.reason or 'can run'}"
+        state = self.reason or ("can run" if self.passed_over is None else "can run by name")
+        note = self.passed_over or self.why
+        return f"{'->' if self.chosen else '  '} {self.backend}: {state}{f' ({note})' if note else ''}"
 
 
 def backends() -> tuple[Backend, ...]:
@@ -110,9 +104,9 @@ def get(name: str, source: str = "backend") -> Backend:
 
 
 def select(problem: Problem, arch: Arch, name: str | None = None) -> Backend:
-    """The backend that runs ``problem`` on ``arch``: the one named, else the first of the arch's order that can.
+    """The backend that runs ``problem`` on ``arch``: the one named, else the first of the policy's chain that can.
 
-    ``name=None`` reads ``LIGHTNING_INDEXER_BACKEND``.
+    ``name=None`` reads ``LIGHTNING_INDEXER_BACKEND``, and where that names none, ``LIGHTNING_INDEXER_KERNELS``.
 
     Raises:
         TypeError: a name that is not a str.
@@ -128,7 +122,7 @@ def select(problem: Problem, arch: Arch, name: str | None = None) -> Backend:
     for verdict in verdicts:
         if verdict.chosen:
             return _BACKENDS[verdict.backend]
-    reasons = "; ".join(f"{verdict.backend}: {verdict.reason}" for verdict in verdicts)
+    reasons = "; ".join(f"{verdict.backend}: {verdict.reason or verdict.passed_over}" for verdict in verdicts)
     which = f"{source}={name} does not run" if name is not None else "no backend runs"
     raise BackendUnavailableError(f"{which} {problem} on {arch.name}. {reasons}")
 
@@ -143,11 +137,12 @@ def prepare(problem: Problem, arch: Arch, name: str | None = None) -> Run:
         get(name)
     # Whatever selection reads from the environment is part of the key.
     interprets = arch.vendor == "cpu" and envs.triton_interprets()
-    return _prepare(problem, arch, name, envs.backend() if name is None else None, interprets)
+    environment = (envs.backend(), envs.kernels()) if name is None else None
+    return _prepare(problem, arch, name, environment, interprets)
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepare(problem: Problem, arch: Arch, name: str | None, _environment: str | None, _interprets: bool) -> Run:
+def _prepare(problem: Problem, arch: Arch, name: str | None, _environment: object, _interprets: bool) -> Run:
     return select(problem, arch, name).prepare(problem, arch)
 
 
@@ -165,15 +160,20 @@ def explain(problem: Problem, arch: Arch, name: str | None = None, *, installed_
         name: look at this backend alone.
         installed_only: count a backend whose packages are missing on this machine as unable to run.
     """
-    names = (get(name).name,) if name is not None else _ORDER[arch.vendor]
+    if name is not None:
+        steps: tuple[policy.Step, ...] = (policy.Step(get(name).name, ""),)
+    else:
+        steps = policy.chain(problem, arch, kernels=envs.kernels())
     verdicts: list[Verdict] = []
-    for candidate in names:
-        backend = _BACKENDS[candidate]
-        reason = backend.supports(problem, arch)
-        if reason is None and name is None and isinstance(backend, ModestBackend):
-            reason = backend.leaves(problem, arch)
-        reason = reason or (backend.missing() if installed_only else None)
-        verdicts.append(Verdict(candidate, reason is None and not any(v.chosen for v in verdicts), reason))
+    taken = False
+    for step in steps:
+        backend = _BACKENDS.get(step.backend)
+        if backend is None:
+            continue
+        reason = backend.supports(problem, arch) or (backend.missing() if installed_only else None)
+        chosen = not taken and reason is None and step.passed_over is None
+        taken |= chosen
+        verdicts.append(Verdict(step.backend, chosen, reason, step.why, step.passed_over))
     return verdicts
 
 

@@ -14,6 +14,8 @@ KNOWN: dict[str, str] = {
     "LIGHTNING_INDEXER_BACKEND": "run this backend for calls that name none (see `lightning-indexer info`)",
     "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch; gfx942 and gfx950 are simulated on the CPU",
     "LIGHTNING_INDEXER_CACHE_DIR": "keep compiled kernels here (default ~/.cache/lightning-indexer)",
+    "LIGHTNING_INDEXER_KERNELS": "0: calls that name no backend run torch-blocked, on every device (default 1)",
+    "LIGHTNING_INDEXER_VLLM": "1: the vLLM plugin replaces vLLM's prefill scoring with this library's (default 0)",
 }
 
 
@@ -32,6 +34,38 @@ def arch() -> str | None:
     return value("LIGHTNING_INDEXER_ARCH")
 
 
+def kernels() -> bool:
+    """False where calls that name no backend must run torch-blocked."""
+    return _switch("LIGHTNING_INDEXER_KERNELS", default=True)
+
+
+def vllm_plugin() -> bool:
+    """True where the vLLM plugin is to replace vLLM's scoring."""
+    return _switch("LIGHTNING_INDEXER_VLLM", default=False)
+
+
+def vllm_without_aiter() -> bool:
+    """True where vLLM's own ``VLLM_ROCM_USE_AITER`` is set, and switches its ROCm kernels off."""
+    text = value("VLLM_ROCM_USE_AITER")
+    return text is not None and text.lower() not in ("1", "true")  # as vLLM reads it
+
+
+def _switch(name: str, *, default: bool) -> bool:
+    """A variable that is 0 or 1.
+
+    Raises:
+        ValueError: it is set to something else.
+    """
+    text = value(name)
+    if text is None:
+        return default
+    if text.lower() in ("1", "true", "on", "yes"):
+        return True
+    if text.lower() in ("0", "false", "off", "no"):
+        return False
+    raise ValueError(f"{name}: got {text!r}, expected 0 or 1")
+
+
 def cache_dir() -> Path:
     """Where compiled kernels are kept."""
     chosen = value("LIGHTNING_INDEXER_CACHE_DIR")
@@ -45,17 +79,22 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 
-# What os.environ itself keeps: each call of the library reads three names, and a look-up here costs a tenth.
+# What os.environ itself keeps: each call of the library reads these names, and a look-up here costs a tenth.
 _RAW: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_SELECTION: tuple[Any, ...] = ("LIGHTNING_INDEXER_BACKEND", "LIGHTNING_INDEXER_ARCH", "TRITON_INTERPRET")
+_SELECTION: tuple[Any, ...] = (
+    "LIGHTNING_INDEXER_BACKEND",
+    "LIGHTNING_INDEXER_ARCH",
+    "LIGHTNING_INDEXER_KERNELS",
+    "TRITON_INTERPRET",
+)
 if _RAW is not os.environ and os.supports_bytes_environ:
     _SELECTION = tuple(os.fsencode(name) for name in _SELECTION)
 
 
-def selection() -> tuple[object, object, object]:
+def selection() -> tuple[object, object, object, object]:
     """Everything in the environment that the choice of a backend reads, unparsed: a key for what was chosen."""
-    backend, arch, interpret = _SELECTION
-    return _RAW.get(backend), _RAW.get(arch), _RAW.get(interpret)
+    backend, arch, kernels, interpret = _SELECTION
+    return _RAW.get(backend), _RAW.get(arch), _RAW.get(kernels), _RAW.get(interpret)
 
 
 def stop_triton_interpreter() -> None:

@@ -22,7 +22,7 @@ from lightning_indexer.bench.cases import WINDOWS
 from lightning_indexer.bench.timing import Ceilings
 from lightning_indexer.chunking import Request
 
-COMMANDS = ("info", "explain", "plan", "demo", "verify", "resources", "disasm", "bench")
+COMMANDS = ("info", "explain", "plan", "demo", "verify", "resources", "disasm", "bench", "e2e", "trace-diff")
 BACKENDS = [backend.name for backend in dispatch.backends()]
 SMALL_VERIFY = ("--head-dim", "64", "--heads", "32", "--window", "causal")
 SMALL_BENCH = ("bench", "--device", "cpu", "--backend", "torch-blocked", "--shapes", "16x64", "--heads", "8",
@@ -151,7 +151,7 @@ def test_info_lists_devices_backends_packages_and_variables():
 
 
 def test_info_shows_variables_and_warns_of_unknown_ones(monkeypatch):
-    values = {"BACKEND": "torch-blocked", "ARCH": "gfx950", "CACHE_DIR": "/tmp/kernels"}
+    values = {"BACKEND": "torch-blocked", "ARCH": "gfx950", "CACHE_DIR": "/tmp/kernels", "KERNELS": "1", "VLLM": "0"}
     assert {f"LIGHTNING_INDEXER_{name}" for name in values} == set(envs.KNOWN)
     for name, value in values.items():
         monkeypatch.setenv(f"LIGHTNING_INDEXER_{name}", value)

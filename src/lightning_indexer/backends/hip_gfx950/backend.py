@@ -13,7 +13,6 @@ import torch
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.gate import unsupported_shape
 from lightning_indexer.backends.hip_gfx950.config import (
-    STREAM_RATIO,
     TILE,
     KernelConfig,
     Tunables,
@@ -69,13 +68,6 @@ class HipGfx950:
             return "rows of q and k must start on 16-byte boundaries for 16-byte loads"
         if problem.width > MAX_ROW_STRIDE:
             return f"N={problem.keys} is above {MAX_ROW_STRIDE}: two rows of logits do not lie within 4 GiB"
-        return None
-
-    def leaves(self, problem: Problem, arch: Arch) -> str | None:
-        if problem.heads != 32:
-            return f"left to the next backend unless asked for: H={problem.heads}, tuned for 32"
-        if problem.keys < STREAM_RATIO * problem.rows:
-            return f"left to the next backend unless asked for: N is less than {STREAM_RATIO} M"
         return None
 
     def prepare(self, problem: Problem, arch: Arch) -> Launch:

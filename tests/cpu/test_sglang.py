@@ -1,0 +1,236 @@
+"""SGLang's scoring through AITER and DeepGEMM, against stand-ins with their signatures."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+
+import standins
+from helpers import CPU, assert_matches, expected_for
+from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.integrations import sglang
+from lightning_indexer.integrations.patching import IntegrationError, parameters
+from standins import OriginalError
+
+ROWS, KEYS, HEADS, HEAD_DIM = 12, 77, 8, 32
+OLD, NEW = (f"{name}.fp8_mqa_logits" for name in standins.AITER_MODULES)
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] in ("aiter", "deep_gemm")]:
+        monkeypatch.delitem(sys.modules, name)
+    for integration in sglang._INTEGRATIONS.values():
+        monkeypatch.setattr(integration, "_sites", [])
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return make_inputs(ROWS, KEYS, HEADS, HEAD_DIM, CPU)
+
+
+@pytest.fixture(scope="module")
+def windows():
+    return make_windows("multi_req", ROWS, KEYS, CPU)
+
+
+def score_rocm(inputs, windows):
+    """As SGLang's DSA indexer does on ROCm: the function is imported at each call."""
+    from aiter.ops.triton.fp8_mqa_logits import fp8_mqa_logits
+
+    return fp8_mqa_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, *windows, clean_logits=False)
+
+
+def score_cuda(inputs, windows):
+    """And on CUDA."""
+    import deep_gemm
+
+    return deep_gemm.fp8_mqa_logits(
+        inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, *windows, clean_logits=False
+    )
+
+
+def put_aiter(monkeypatch, *modules: str):
+    function = standins.aiter_function()
+    return [standins.module(monkeypatch, name, fp8_mqa_logits=function) for name in modules]
+
+
+SCORE = {"rocm": score_rocm, "cuda": score_cuda}
+NAMES = {"rocm": (OLD,), "cuda": ("deep_gemm.fp8_mqa_logits",)}
+
+
+@pytest.fixture(params=["rocm", "cuda"])
+def platform(request, monkeypatch):
+    put_aiter(monkeypatch, standins.AITER_MODULES[0])
+    standins.module(monkeypatch, "deep_gemm", fp8_mqa_logits=standins.deep_gemm_function())
+    return request.param
+
+
+def test_install_and_score(platform, inputs, windows):
+    with pytest.raises(OriginalError):
+        SCORE[platform](inputs, windows)
+    assert sglang.install(platform) == NAMES[platform] == sglang.replaced(platform)
+    with torch.inference_mode():
+        logits = SCORE[platform](inputs, windows)
+        assert logits.shape == (ROWS, KEYS)
+        assert_matches(logits, expected_for(inputs, *windows), clean=False)
+
+
+def test_infinity_may_be_scattered_into_the_result(platform, inputs, windows):
+    """SGLang marks the keys that a row always keeps; they must win the top-k, and no other logit may change."""
+    sglang.install(platform)
+    ks, ke = windows
+    with torch.inference_mode():
+        logits = SCORE[platform](inputs, windows)
+        kept = torch.stack((ks, ke - 1), dim=1).long()
+        before = logits.clone()
+        logits.scatter_(1, kept, float("inf"))
+        inside = expected_for(inputs, *windows).isfinite()
+        chosen = logits.masked_fill(~inside, float("-inf")).topk(2, dim=1)
+    assert bool((chosen.values == float("inf")).all())
+    assert torch.equal(chosen.indices.sort(dim=1).values, kept.sort(dim=1).values)
+    untouched = inside.scatter(1, kept, False)
+    assert torch.equal(logits[untouched], before[untouched])
+
+
+def test_positional_and_compressed_calls(platform, inputs, windows):
+    sglang.install("cuda")
+    import deep_gemm
+
+    kv = (inputs.k_fp8, inputs.kv_scale)
+    clean = deep_gemm.fp8_mqa_logits(inputs.q_fp8, kv, inputs.weights, *windows)
+    assert_matches(clean, expected_for(inputs, *windows), clean=True)
+    compressed = deep_gemm.fp8_mqa_logits(inputs.q_fp8, kv, inputs.weights, *windows, False, 30)
+    assert_matches(compressed, expected_for(inputs, *windows, 30), clean=False)
+
+
+def test_other_calls_go_to_the_original(platform, inputs, windows):
+    sglang.install("cuda")
+    import deep_gemm
+
+    kv = (inputs.k_fp8, inputs.kv_scale)
+    calls = [
+        ((inputs.q, kv, inputs.weights, *windows), {}),
+        ((inputs.q_fp8, (inputs.k, inputs.kv_scale), inputs.weights, *windows), {}),
+        ((inputs.q_fp8, kv, inputs.weights.bfloat16(), *windows), {}),
+    ]
+    for arguments, options in calls:
+        with pytest.raises(OriginalError):
+            deep_gemm.fp8_mqa_logits(*arguments, **options)
+    # The original's own complaint, not ours.
+    with pytest.raises(TypeError, match="unexpected keyword argument 'schedule'"):
+        deep_gemm.fp8_mqa_logits(inputs.q_fp8, kv, inputs.weights, *windows, schedule=1)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one function", "two functions"])
+def test_both_modules_of_aiter(monkeypatch, inputs, windows, shared):
+    modules = put_aiter(monkeypatch, *standins.AITER_MODULES)
+    if not shared:
+        monkeypatch.setattr(modules[1], "fp8_mqa_logits", standins.aiter_function())
+    before = [module.fp8_mqa_logits for module in modules]
+    assert set(sglang.install("rocm")) == {OLD, NEW}
+    for module in modules:
+        logits = module.fp8_mqa_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, *windows)
+        assert_matches(logits, expected_for(inputs, *windows), clean=True)
+    assert set(sglang.uninstall("rocm")) == {OLD, NEW}
+    assert [module.fp8_mqa_logits for module in modules] == before
+
+
+def test_an_aiter_without_clean_logits(monkeypatch):
+    """Before it took that argument."""
+
+    def fp8_mqa_logits(Q, KV, kv_scales, weights, cu_starts, cu_ends):
+        raise OriginalError
+
+    standins.module(monkeypatch, standins.AITER_MODULES[0], fp8_mqa_logits=fp8_mqa_logits)
+    assert sglang.install("rocm") == (OLD,)
+
+
+# What is not as expected
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for platform, name in (("cuda", "DeepGEMM"), ("rocm", "AITER")):
+        with pytest.raises(IntegrationError, match=f"^{name}, by which SGLang scores on .*, is not installed: nothing"):
+            sglang.install(platform)
+        assert sglang.replaced(platform) == ()
+    with pytest.raises(ValueError, match=r"^platform: got 'tpu', expected one of rocm, cuda, or None$"):
+        sglang.install("tpu")
+
+
+def test_an_aiter_without_the_function(monkeypatch):
+    standins.module(monkeypatch, "aiter")
+    with pytest.raises(IntegrationError, match=r"^AITER .* has none of aiter\.ops\.triton\.fp8_mqa_logits, "):
+        sglang.install("rocm")
+
+
+def test_a_deep_gemm_of_another_form(monkeypatch):
+    def fp8_mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k):
+        raise OriginalError
+
+    module = standins.module(monkeypatch, "deep_gemm", fp8_mqa_logits=fp8_mqa_logits)
+    with pytest.raises(IntegrationError, match=r"cu_seq_len_k_end, max_seqlen_k\), expected \(q, kv, weights, "):
+        sglang.install("cuda")
+    assert module.fp8_mqa_logits is fp8_mqa_logits
+
+
+def test_a_deep_gemm_without_the_function(monkeypatch):
+    standins.module(monkeypatch, "deep_gemm")
+    with pytest.raises(
+        IntegrationError, match="deep_gemm has no function fp8_mqa_logits: this version has no such seam"
+    ):
+        sglang.install("cuda")
+
+
+# Twice, and back
+
+
+def test_twice_and_back(platform, inputs, windows, caplog):
+    for _ in range(2):
+        with caplog.at_level(logging.INFO, "lightning_indexer.sglang"):
+            names = sglang.install(platform)
+            assert sglang.install(platform) == names
+        assert sglang.uninstall(platform) == names
+        with pytest.raises(OriginalError):
+            SCORE[platform](inputs, windows)
+    assert [message.split(":")[1].split()[0] for message in caplog.messages] == ["lightning-indexer", "already"] * 2
+    with pytest.raises(IntegrationError, match=r"nothing to uninstall, lightning-indexer is not installed there$"):
+        sglang.uninstall(platform)
+
+
+def test_the_platform_is_pytorchs(monkeypatch, inputs, windows):
+    put_aiter(monkeypatch, standins.AITER_MODULES[0])
+    standins.module(monkeypatch, "deep_gemm", fp8_mqa_logits=standins.deep_gemm_function())
+    assert sglang.install() == NAMES["cuda"]
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert sglang.install() == NAMES["rocm"]
+
+
+# Signatures of compiled functions
+
+
+class Compiled:
+    """Callable without a signature, as pybind11's functions are."""
+
+    def __init__(self, doc: str | None) -> None:
+        self.__doc__ = doc
+        self.__signature__ = "none"
+
+    def __call__(self) -> None: ...
+
+
+def test_parameters_of_compiled_functions():
+    doc = (
+        "fp8_mqa_logits(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], weights: torch.Tensor, "
+        "cu_seq_len_k_start: torch.Tensor, cu_seq_len_k_end: torch.Tensor, clean_logits: bool = True, "
+        "max_seqlen_k: typing.SupportsInt = 0) -> torch.Tensor\n"
+    )
+    names = parameters(Compiled(doc))
+    assert names == (*sglang._DEEP_GEMM_PARAMETERS, "max_seqlen_k")
+    assert parameters(Compiled(None)) is None
+    assert parameters(Compiled("No signature here.")) is None
+    assert parameters(standins.aiter_function()) == (*sglang._AITER_PARAMETERS, "clean_logits")

@@ -1,0 +1,334 @@
+"""The vLLM plugin against stand-ins with vLLM 0.33.0's signatures; ``tests/engines`` has the real modules."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+
+import lightning_indexer
+import standins
+from helpers import CPU, assert_matches, expected_for
+from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.integrations import vllm
+from lightning_indexer.integrations.patching import IntegrationError
+from standins import OriginalError
+
+ROWS, KEYS, HEADS, HEAD_DIM = 12, 77, 8, 32
+ROCM_NAME = f"{standins.VLLM_ROCM}.rocm_fp8_mqa_logits"
+CUDA_NAMES = (f"{standins.VLLM_DEEP_GEMM}.fp8_fp4_mqa_logits", f"{standins.VLLM_LAYER}.fp8_fp4_mqa_logits")
+LOGGER = "vllm.plugins.lightning_indexer"
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    """Nothing installed from before, and nothing left behind."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delenv("VLLM_ROCM_USE_AITER", raising=False)
+    vllm._INTEGRATION._sites = []
+    yield
+    vllm._INTEGRATION._sites = []
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return make_inputs(ROWS, KEYS, HEADS, HEAD_DIM, CPU)
+
+
+@pytest.fixture(scope="module")
+def windows():
+    return make_windows("misaligned", ROWS, KEYS, CPU)
+
+
+def rocm_arguments(inputs, windows):
+    # vLLM's scales are a [N, 4] byte workspace seen as [N, 1] float32.
+    scales = inputs.kv_scale[:, None].contiguous().view(torch.uint8).view(torch.float32)
+    return inputs.q_fp8, (inputs.k_fp8, scales), inputs.weights, *windows
+
+
+def cuda_arguments(inputs, windows, width):
+    return (inputs.q_fp8, None), (inputs.k_fp8, inputs.kv_scale), inputs.weights, *windows, width
+
+
+# What is replaced, and what it gives
+
+
+@pytest.mark.parametrize("platform", ["rocm", None])
+def test_rocm(monkeypatch, inputs, windows, platform):
+    engine = standins.install_vllm(monkeypatch, "rocm")
+    assert vllm.install(platform) == (ROCM_NAME,)
+    with torch.inference_mode():
+        result = engine.rocm.rocm_fp8_mqa_logits(*rocm_arguments(inputs, windows))
+    assert result.shape == (ROWS, KEYS)
+    assert_matches(result, expected_for(inputs, *windows), clean=False)
+    with pytest.raises(OriginalError):
+        engine.layer.fp8_fp4_mqa_logits(*cuda_arguments(inputs, windows, KEYS))
+
+
+@pytest.mark.parametrize("platform", ["cuda", None])
+@pytest.mark.parametrize("width", [1, 40, KEYS])
+def test_cuda(monkeypatch, inputs, windows, platform, width):
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    assert vllm.install(platform) == CUDA_NAMES
+    with torch.inference_mode():
+        result = engine.layer.fp8_fp4_mqa_logits(*cuda_arguments(inputs, windows, width))
+    assert result.shape == (ROWS, width)
+    assert_matches(result, expected_for(inputs, *windows, width), clean=False)
+    with pytest.raises(OriginalError):
+        engine.rocm.rocm_fp8_mqa_logits(*rocm_arguments(inputs, windows))
+
+
+def test_keywords_are_vllms(monkeypatch, inputs, windows):
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    vllm.install()
+    q, kv, weights, ks, ke, width = cuda_arguments(inputs, windows, 40)
+    result = engine.layer.fp8_fp4_mqa_logits(
+        q=q, kv=kv, weights=weights, cu_seqlen_ks=ks, cu_seqlen_ke=ke, max_seqlen_k=width
+    )
+    assert_matches(result, expected_for(inputs, *windows, 40), clean=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"q_scale": torch.ones(ROWS, HEADS, dtype=torch.int32)},  # MXFP4 and MXFP8
+        {"q": torch.zeros(ROWS, HEADS, HEAD_DIM // 2, dtype=torch.int8)},
+        {"k": torch.zeros(KEYS, HEAD_DIM // 2, dtype=torch.int8)},
+        {"kv_scale": torch.zeros(KEYS, dtype=torch.int32)},
+        {"weights": torch.zeros(ROWS, HEADS, dtype=torch.bfloat16)},
+        {"width": 0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_cuda_leaves_everything_else_to_vllm(monkeypatch, inputs, windows, change):
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    vllm.install()
+    q = (change.get("q", inputs.q_fp8), change.get("q_scale"))
+    kv = (change.get("k", inputs.k_fp8), change.get("kv_scale", inputs.kv_scale))
+    with pytest.raises(OriginalError):
+        engine.layer.fp8_fp4_mqa_logits(
+            q, kv, change.get("weights", inputs.weights), *windows, change.get("width", KEYS)
+        )
+
+
+def test_rocm_leaves_everything_else_to_vllm(monkeypatch, inputs, windows):
+    engine = standins.install_vllm(monkeypatch, "rocm")
+    vllm.install()
+    q, kv, weights, *rest = rocm_arguments(inputs, windows)
+    with pytest.raises(OriginalError):
+        engine.rocm.rocm_fp8_mqa_logits(q, kv, weights.bfloat16(), *rest)
+
+
+@pytest.mark.parametrize(
+    ("value", "backend"),
+    [(None, None), ("1", None), ("true", None), ("0", "torch-blocked"), ("False", "torch-blocked")],
+)
+def test_vllm_without_aiter_is_torch(monkeypatch, inputs, windows, value, backend):
+    engine = standins.install_vllm(monkeypatch, "rocm")
+    vllm.install()
+    asked = []
+    monkeypatch.setattr(lightning_indexer, "fp8_mqa_logits", lambda *a, **options: asked.append(options))
+    if value is not None:
+        monkeypatch.setenv("VLLM_ROCM_USE_AITER", value)
+    engine.rocm.rocm_fp8_mqa_logits(*rocm_arguments(inputs, windows))
+    assert asked == [{"clean_logits": False, "backend": backend}]
+
+
+def test_without_aiter_the_result_holds_on_an_arch_with_kernels(monkeypatch, inputs, windows):
+    """As gfx950 a call without a name would compile Triton; VLLM_ROCM_USE_AITER=0 keeps it in PyTorch."""
+    engine = standins.install_vllm(monkeypatch, "rocm")
+    vllm.install()
+    monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx950")
+    monkeypatch.setenv("LIGHTNING_INDEXER_BACKEND", "triton-portable")
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "0")
+    result = engine.rocm.rocm_fp8_mqa_logits(*rocm_arguments(inputs, windows))
+    assert_matches(result, expected_for(inputs, *windows), clean=False)
+
+
+# The entry point
+
+
+def test_the_plugin_is_off_by_default(monkeypatch):
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    before = engine.layer.fp8_fp4_mqa_logits
+    vllm.register()
+    monkeypatch.setenv("LIGHTNING_INDEXER_VLLM", "0")
+    vllm.register()
+    assert engine.layer.fp8_fp4_mqa_logits is before
+    assert vllm.replaced() == ()
+
+
+def test_the_plugin_logs_once_what_it_replaced(monkeypatch, caplog):
+    standins.install_vllm(monkeypatch, "cuda")
+    monkeypatch.setenv("LIGHTNING_INDEXER_VLLM", "1")
+    with caplog.at_level(logging.INFO, LOGGER):
+        vllm.register()
+        vllm.register()  # vLLM may load plugins several times in one process
+    assert caplog.messages == [
+        f"vLLM 0.33.0: lightning-indexer replaced {', '.join(CUDA_NAMES)}",
+        f"vLLM: already installed, nothing to do: {', '.join(CUDA_NAMES)}",
+    ]
+
+
+def test_the_plugin_warns_where_there_is_no_gpu(monkeypatch, caplog):
+    engine = standins.install_vllm(monkeypatch, None)
+    before = engine.layer.fp8_fp4_mqa_logits
+    monkeypatch.setenv("LIGHTNING_INDEXER_VLLM", "1")
+    vllm.register()
+    assert caplog.messages == [
+        "LIGHTNING_INDEXER_VLLM=1, but vLLM runs on neither ROCm nor CUDA here: nothing to replace"
+    ]
+    assert engine.layer.fp8_fp4_mqa_logits is before
+
+
+def test_the_plugin_refuses_another_value(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_INDEXER_VLLM", "maybe")
+    with pytest.raises(ValueError, match=r"^LIGHTNING_INDEXER_VLLM: got 'maybe', expected 0 or 1$"):
+        vllm.register()
+
+
+def test_the_entry_point_is_declared():
+    from pathlib import Path
+
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    group = text.split('[project.entry-points."vllm.general_plugins"]\n')[1].split("\n\n")[0]
+    assert group == 'lightning_indexer = "lightning_indexer.integrations.vllm:register"'
+
+
+# What is not as expected: a clear message, and nothing is changed
+
+
+def test_vllm_is_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for platform in (None, "rocm", "cuda"):
+        with pytest.raises(IntegrationError, match=r"^vLLM is not installed here: nothing was replaced$"):
+            vllm.install(platform)
+
+
+def test_vllm_on_another_platform(monkeypatch):
+    standins.install_vllm(monkeypatch, None)
+    with pytest.raises(IntegrationError, match="neither ROCm nor CUDA here: nothing was replaced"):
+        vllm.install()
+    with pytest.raises(ValueError, match=r"^platform: got 'tpu', expected one of rocm, cuda, or None$"):
+        vllm.install("tpu")
+
+
+@pytest.mark.parametrize("register", [False, True])
+def test_a_version_without_the_seam(monkeypatch, register):
+    """vLLM 0.11 had fp8_mqa_logits there, and no fp8_fp4_mqa_logits."""
+    engine = standins.install_vllm(monkeypatch, "cuda", version="0.11.0")
+    monkeypatch.delattr(engine.layer, "fp8_fp4_mqa_logits")
+    before = engine.deep_gemm.fp8_fp4_mqa_logits
+    monkeypatch.setenv("LIGHTNING_INDEXER_VLLM", "1")
+    message = (
+        rf"^vLLM 0\.11\.0: {standins.VLLM_LAYER} has no function fp8_fp4_mqa_logits: this version has no such seam; "
+        "nothing was replaced$"
+    )
+    with pytest.raises(IntegrationError, match=message):
+        vllm.register() if register else vllm.install()
+    assert engine.deep_gemm.fp8_fp4_mqa_logits is before
+    assert vllm.replaced() == ()
+
+
+def test_a_version_without_the_module(monkeypatch):
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    monkeypatch.delitem(sys.modules, standins.VLLM_LAYER)
+    before = engine.deep_gemm.fp8_fp4_mqa_logits
+    with pytest.raises(IntegrationError, match=rf"{standins.VLLM_LAYER} cannot be imported \(No module named"):
+        vllm.install()
+    assert engine.deep_gemm.fp8_fp4_mqa_logits is before
+
+
+def test_a_version_with_another_signature(monkeypatch):
+    engine = standins.install_vllm(monkeypatch, "rocm", version="0.40.0")
+
+    def rocm_fp8_mqa_logits(q, k, scale, weights, cu_seqlen_ks, cu_seqlen_ke):
+        raise OriginalError
+
+    monkeypatch.setattr(engine.rocm, "rocm_fp8_mqa_logits", rocm_fp8_mqa_logits)
+    with pytest.raises(IntegrationError) as info:
+        vllm.install()
+    assert str(info.value) == (
+        f"vLLM 0.40.0: {ROCM_NAME} takes (q, k, scale, weights, cu_seqlen_ks, cu_seqlen_ke), expected (q, kv, weights, "
+        "cu_seqlen_ks, cu_seqlen_ke): this version has another seam; nothing was replaced"
+    )
+    assert engine.rocm.rocm_fp8_mqa_logits is rocm_fp8_mqa_logits
+
+
+def test_someone_else_was_there_first(monkeypatch):
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    monkeypatch.setattr(engine.layer, "fp8_fp4_mqa_logits", standins.vllm_cuda_function())
+    with pytest.raises(IntegrationError, match=r"something else has replaced it; nothing was replaced$"):
+        vllm.install()
+
+
+def test_a_change_that_fails_is_taken_back(monkeypatch):
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    before = engine.deep_gemm.fp8_fp4_mqa_logits
+
+    class Frozen(type(engine.layer)):
+        def __setattr__(self, name, value):
+            if name == "fp8_fp4_mqa_logits":
+                raise AttributeError("frozen")
+            super().__setattr__(name, value)
+
+    engine.layer.__class__ = Frozen
+    try:
+        with pytest.raises(AttributeError, match="frozen"):
+            vllm.install()
+    finally:
+        engine.layer.__class__ = type(engine.deep_gemm)
+    assert engine.deep_gemm.fp8_fp4_mqa_logits is before
+    assert vllm.replaced() == ()
+
+
+# Twice, and back
+
+
+def test_installing_twice_changes_nothing(monkeypatch):
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    first = vllm.install()
+    replacement = engine.layer.fp8_fp4_mqa_logits
+    assert vllm.install() == first
+    assert engine.layer.fp8_fp4_mqa_logits is replacement
+
+
+@pytest.mark.parametrize("platform", ["rocm", "cuda"])
+def test_uninstall(monkeypatch, platform):
+    engine = standins.install_vllm(monkeypatch, platform)
+    before = (engine.layer.fp8_fp4_mqa_logits, engine.deep_gemm.fp8_fp4_mqa_logits, engine.rocm.rocm_fp8_mqa_logits)
+    for _ in range(2):
+        assert vllm.install() == vllm.replaced()
+        assert vllm.uninstall() == ((ROCM_NAME,) if platform == "rocm" else CUDA_NAMES)
+        after = (engine.layer.fp8_fp4_mqa_logits, engine.deep_gemm.fp8_fp4_mqa_logits, engine.rocm.rocm_fp8_mqa_logits)
+        assert all(a is b for a, b in zip(after, before, strict=True))
+    message = "^vLLM: nothing to uninstall, lightning-indexer is not installed there$"
+    with pytest.raises(IntegrationError, match=message):
+        vllm.uninstall()
+
+
+def test_modules_that_hold_the_function_too(monkeypatch):
+    """GLM's layer imports the same name: before the installation, or after it."""
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    original = engine.deep_gemm.fp8_fp4_mqa_logits
+    before = standins.module(monkeypatch, "vllm.models.glm5next.nvidia.sparse_indexer", fp8_fp4_mqa_logits=original)
+    assert vllm.install() == (*CUDA_NAMES, f"{before.__name__}.fp8_fp4_mqa_logits")
+    late = standins.module(monkeypatch, "vllm.models.later", fp8_fp4_mqa_logits=engine.deep_gemm.fp8_fp4_mqa_logits)
+    assert late.fp8_fp4_mqa_logits is before.fp8_fp4_mqa_logits is not original
+    assert f"{late.__name__}.fp8_fp4_mqa_logits" in vllm.uninstall()
+    assert late.fp8_fp4_mqa_logits is before.fp8_fp4_mqa_logits is engine.layer.fp8_fp4_mqa_logits is original
+
+
+def test_uninstall_leaves_what_someone_else_has_put_over_it(monkeypatch):
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    vllm.install()
+    ours = engine.deep_gemm.fp8_fp4_mqa_logits
+    monkeypatch.setattr(engine.layer, "fp8_fp4_mqa_logits", standins.vllm_cuda_function())
+    message = rf"^vLLM: {standins.VLLM_LAYER}\.fp8_fp4_mqa_logits was replaced by standins\..*fp8_fp4_mqa_logits since"
+    for call in (vllm.uninstall, vllm.install):
+        with pytest.raises(IntegrationError, match=message):
+            call()
+        assert engine.deep_gemm.fp8_fp4_mqa_logits is ours
