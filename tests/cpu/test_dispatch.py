@@ -54,7 +54,7 @@ def chosen(problem: Problem, arch: Arch) -> list[str]:
 
 ORDER = {
     "nvidia": ["cuda-sm90", "triton-portable", "torch-blocked"],
-    "amd": ["triton-portable", "torch-blocked"],
+    "amd": ["gluon-gfx950", "triton-portable", "torch-blocked"],
     "cpu": ["torch-blocked", "triton-portable"],
     "other": ["torch-blocked"],
 }
@@ -70,7 +70,7 @@ CHOICE = {
     "sm121": "triton-portable",
     "gfx90a": "triton-portable",
     "gfx942": "triton-portable",
-    "gfx950": "triton-portable",
+    "gfx950": "gluon-gfx950",
     "gfx1200": "triton-portable",
     "gfx1201": "triton-portable",
     "gfx1250": "triton-portable",
@@ -126,6 +126,17 @@ def test_cuda_sm90():
     for arch in Arch.known():
         if arch is not sm90:
             assert reasons(DEEPSEEK, arch, "cuda-sm90")["cuda-sm90"].endswith(f"this is {arch.name}")
+
+
+def test_gluon_gfx950():
+    gfx950 = Arch.parse("gfx950")
+    assert reasons(ODD, gfx950, "gluon-gfx950") == {"gluon-gfx950": "H=24 is not one of 8, 16, 32, 64, 128"}
+    unaligned = DEEPSEEK._replace(aligned=False)
+    assert chosen(unaligned, gfx950) == ["triton-portable"]
+    assert "start on 16 bytes" in reasons(unaligned, gfx950)["gluon-gfx950"]
+    for arch in Arch.known():
+        if arch is not gfx950:
+            assert reasons(DEEPSEEK, arch, "gluon-gfx950")["gluon-gfx950"].endswith(f"not {arch.name}'s")
 
 
 def test_the_cpu_runs_torch_even_where_triton_could(monkeypatch):
@@ -212,7 +223,7 @@ def test_a_named_backend_is_looked_at_alone():
     assert [str(verdict) for verdict in explain(ODD, sm80, "triton-portable")] == [
         "   triton-portable: H=24 is not one of 8, 16, 32, 64, 128"
     ]
-    assert [str(verdict) for verdict in explain(DEEPSEEK, Arch.parse("gfx90a"))] == [
+    assert [str(verdict) for verdict in explain(DEEPSEEK, Arch.parse("gfx90a"))][1:] == [
         "-> triton-portable: can run",
         "   torch-blocked: can run",
     ]
@@ -298,11 +309,11 @@ def test_preparation_is_cached(prepared):
     for _ in range(3):
         assert dispatch.prepare(DEEPSEEK, sm80) == "triton-portable"
     assert prepared == [("triton-portable", DEEPSEEK, "sm80")]
-    assert dispatch.prepare(DEEPSEEK, gfx950) == "triton-portable"
+    assert dispatch.prepare(DEEPSEEK, gfx950) == "gluon-gfx950"
     assert dispatch.prepare(DEEPSEEK, sm80, "torch-blocked") == "torch-blocked"
     assert dispatch.prepare(ODD, sm80) == "torch-blocked"
     assert prepared[1:] == [
-        ("triton-portable", DEEPSEEK, "gfx950"),
+        ("gluon-gfx950", DEEPSEEK, "gfx950"),
         ("torch-blocked", DEEPSEEK, "sm80"),
         ("torch-blocked", ODD, "sm80"),
     ]

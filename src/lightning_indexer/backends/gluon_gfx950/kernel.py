@@ -59,10 +59,7 @@ def _sum_layouts(ROWS, STEP, ROW_WARPS, KEY_WARPS):
 
 @gluon.jit
 def _load(base, offsets, WIDE: gl.constexpr):
-    if WIDE:
-        return gl.load(base + offsets)
-    else:
-        return cdna4.buffer_load(base, offsets)
+    return gl.load(base + offsets) if WIDE else cdna4.buffer_load(base, offsets)
 
 
 @gluon.jit
@@ -102,24 +99,25 @@ def _fill(base, offsets, start, stop, keys, exists, STEP: gl.constexpr, WIDE: gl
 def _split(x, N: gl.constexpr):
     """The N slices of the last dimension of a tensor of 5."""
     if N == 1:
-        return (x.reshape([x.shape[0], x.shape[1], x.shape[2], x.shape[3]]),)
+        slices = (x.reshape([x.shape[0], x.shape[1], x.shape[2], x.shape[3]]),)
     else:
         a, b = x.reshape([x.shape[0], x.shape[1], x.shape[2], x.shape[3], N // 2, 2]).split()
-        return _split(a, N // 2) + _split(b, N // 2)
+        slices = _split(a, N // 2) + _split(b, N // 2)
+    return slices
 
 
 @gluon.jit
 def _links(x, ROWS: gl.constexpr, HEADS: gl.constexpr, STEP: gl.constexpr):
-    """[ROWS * H, STEP] as the H / 8 links of the chains: [ROWS, 2 halves of a wave, 4 chains, STEP] each."""
+    """[ROWS * H, STEP] as the links of the chains, H / 8 tensors [ROWS, 2 halves of a wave, 4 chains, STEP]."""
     return _split(x.reshape([ROWS, HEADS // 8, 2, 4, STEP]).permute([0, 2, 3, 4, 1]), HEADS // 8)
 
 
 @gluon.jit
 def _scales(base, start, keys, end, BLOCK: gl.constexpr, STEP: gl.constexpr):
     """kv_scale of a tile, a tensor for each step of it."""
-    found = (cdna4.buffer_load(base, gl.minimum(start + keys, end)),)
-    for step in gl.static_range(STEP, BLOCK, STEP):
-        found = found + (cdna4.buffer_load(base, gl.minimum(start + step + keys, end)),)
+    found = ()
+    for step in gl.static_range(0, BLOCK, STEP):
+        found += (cdna4.buffer_load(base, gl.minimum(start + step + keys, end)),)
     return found
 
 
@@ -156,9 +154,7 @@ def fp8_mqa_logits_kernel(
     # Layouts. An instruction is 64 deep where D allows it; a lane reads 16 bytes of K or q at a time.
     INSTRUCTION: gl.constexpr = [32, 32, 16] if HEAD_DIM == 32 else [32, 32, 64]
     TILES: gl.constexpr = [ROWS * HEADS // 32 // ROW_WARPS, STEP // 32 // KEY_WARPS]  # of one wave
-    PRODUCT: gl.constexpr = gl.amd.AMDMFMALayout(
-        4, INSTRUCTION, False, [ROW_WARPS, KEY_WARPS], tiles_per_warp=TILES
-    )
+    PRODUCT: gl.constexpr = gl.amd.AMDMFMALayout(4, INSTRUCTION, False, [ROW_WARPS, KEY_WARPS], tiles_per_warp=TILES)
     Q: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 16)
     K: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 16)
     LAYOUTS: gl.constexpr = _sum_layouts(ROWS, STEP, ROW_WARPS, KEY_WARPS)

@@ -15,8 +15,8 @@ import torch
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.gate import unsupported_shape
-from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic, neighbours
 from lightning_indexer.backends.triton_launch import device_guard, operands_like
+from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic, neighbours
 from lightning_indexer.launcher import launcher_for, simulates
 from lightning_indexer.problem import Operands, Problem
 from lightning_indexer.toolchain import triton_amd
