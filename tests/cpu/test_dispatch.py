@@ -425,7 +425,7 @@ def test_a_device_that_is_not_in_the_table(monkeypatch, properties, hip, name, v
 
 
 def test_the_arch_variable_reaches_selection(monkeypatch):
-    """As gfx950, a CPU call takes Triton, which is replaced here by a mark."""
+    """As gfx942, a CPU call takes Triton, which is replaced here by a mark."""
     ran = []
     monkeypatch.setattr(
         type(dispatch.get("triton-portable")),
@@ -437,9 +437,9 @@ def test_the_arch_variable_reaches_selection(monkeypatch):
     arguments = (inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
     assert_matches(fp8_mqa_logits(*arguments), expected_for(inputs, ks, ke), clean=True)
     assert ran == []
-    monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx950")
+    monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx942")
     fp8_mqa_logits(*arguments)
-    assert ran == ["gfx950"]
+    assert ran == ["gfx942"]
 
 
 # The facts of a call

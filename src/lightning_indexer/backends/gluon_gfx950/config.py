@@ -50,7 +50,9 @@ def heuristic(problem: Problem, arch: Arch) -> GluonConfig:
     key_warps = WAVES // row_warps
     step = key_warps * (64 if problem.heads <= 64 else 32)
     rows *= row_warps
-    return GluonConfig(rows, row_warps, key_warps, step, step, 2, _chunk(problem, arch, rows))
+    # Each wave copies 64 lanes of 16 bytes at least.
+    block = max(step, WAVES * 1024 // problem.head_dim)
+    return GluonConfig(rows, row_warps, key_warps, step, block, 2, _chunk(problem, arch, rows))
 
 
 def many_rows(problem: Problem, arch: Arch) -> GluonConfig:
