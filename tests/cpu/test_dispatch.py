@@ -144,6 +144,17 @@ def test_cuda_sm90():
             assert reasons(DEEPSEEK, arch, "cuda-sm90")["cuda-sm90"].endswith(f"this is {arch.name}")
 
 
+def test_gluon_gfx950():
+    gfx950 = Arch.parse("gfx950")
+    assert reasons(ODD, gfx950, "gluon-gfx950") == {"gluon-gfx950": "H=24 is not one of 8, 16, 32, 64, 128"}
+    unaligned = DEEPSEEK._replace(aligned=False)
+    assert chosen(unaligned, gfx950) == ["triton-portable"]
+    assert "start on 16 bytes" in reasons(unaligned, gfx950)["gluon-gfx950"]
+    for arch in Arch.known():
+        if arch is not gfx950:
+            assert reasons(DEEPSEEK, arch, "gluon-gfx950")["gluon-gfx950"].endswith(f"not {arch.name}'s")
+
+
 def test_the_cpu_runs_torch_even_where_triton_could(monkeypatch):
     cpu = Arch.parse("cpu")
     assert reasons(DEEPSEEK, cpu) == {
@@ -314,11 +325,11 @@ def test_preparation_is_cached(prepared):
     for _ in range(3):
         assert dispatch.prepare(DEEPSEEK, sm80) == "triton-portable"
     assert prepared == [("triton-portable", DEEPSEEK, "sm80")]
-    assert dispatch.prepare(DEEPSEEK, gfx950) == "triton-portable"
+    assert dispatch.prepare(DEEPSEEK, gfx950) == "gluon-gfx950"
     assert dispatch.prepare(DEEPSEEK, sm80, "torch-blocked") == "torch-blocked"
     assert dispatch.prepare(ODD, sm80) == "torch-blocked"
     assert prepared[1:] == [
-        ("triton-portable", DEEPSEEK, "gfx950"),
+        ("gluon-gfx950", DEEPSEEK, "gfx950"),
         ("torch-blocked", DEEPSEEK, "sm80"),
         ("torch-blocked", ODD, "sm80"),
     ]
@@ -430,7 +441,7 @@ def test_a_device_that_is_not_in_the_table(monkeypatch, properties, hip, name, v
 
 
 def test_the_arch_variable_reaches_selection(monkeypatch):
-    """As gfx950, a CPU call takes Triton, which is replaced here by a mark."""
+    """As gfx942, a CPU call takes Triton, which is replaced here by a mark."""
     ran = []
     monkeypatch.setattr(
         type(dispatch.get("triton-portable")),
@@ -442,9 +453,9 @@ def test_the_arch_variable_reaches_selection(monkeypatch):
     arguments = (inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
     assert_matches(fp8_mqa_logits(*arguments), expected_for(inputs, ks, ke), clean=True)
     assert ran == []
-    monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx950")
+    monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx942")
     fp8_mqa_logits(*arguments)
-    assert ran == ["gfx950"]
+    assert ran == ["gfx942"]
 
 
 # The facts of a call

@@ -13,7 +13,7 @@ from lightning_indexer.cli import app
 
 SMALL = ["bench", "--tune", "--device", "cpu", "--shapes", "16x64", "--heads", "8", "--head-dim", "32",
          "--windows", "causal", "--forms", "clean,compressed", "--budget-ms", "1"]  # fmt: skip
-ARCH_OF = {"cuda-sm90": "sm90", "triton-portable": "sm90", "torch-blocked": "cpu"}
+ARCH_OF = {"cuda-sm90": "sm90", "gluon-gfx950": "gfx950", "triton-portable": "sm90", "torch-blocked": "cpu"}
 
 
 def plan(backend: str) -> sweep.Plan:
@@ -32,7 +32,7 @@ def test_candidates_begin_with_what_prepare_uses_and_are_distinct(name, shape):
     if name == "cuda-sm90":
         assert prepared.config == configs[0]
         assert all(config.shared_bytes <= configs[0].shared_bytes for config in configs)
-    if name == "triton-portable":
+    if name in ("triton-portable", "gluon-gfx950"):
         assert all(config.chunk % config.block == 0 for config in configs)
 
 

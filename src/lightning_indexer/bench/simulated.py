@@ -18,12 +18,24 @@ import torch
 
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch
+from lightning_indexer.backends.gluon_gfx950 import backend as gluon
+from lightning_indexer.backends.gluon_gfx950.config import many_rows
 from lightning_indexer.backends.hip_gfx950 import backend as hip_gfx950
 from lightning_indexer.backends.hip_gfx950.config import Tunables
-from lightning_indexer.backends.triton_portable.backend import Launch
+from lightning_indexer.backends.triton_portable import backend as triton
 from lightning_indexer.backends.triton_portable.config import heuristic
 from lightning_indexer.bench import simulated_hip
-from lightning_indexer.bench.cases import WINDOWS, Case, Form, Inputs, Window, make_inputs, make_windows, window_applies
+from lightning_indexer.bench.cases import (
+    FORMS,
+    WINDOWS,
+    Case,
+    Form,
+    Inputs,
+    Window,
+    make_inputs,
+    make_windows,
+    window_applies,
+)
 from lightning_indexer.bench.guarded import GuardedOutput
 from lightning_indexer.bench.verify import call, compressed_width, judge, oracles, with_signed_scales
 from lightning_indexer.fp8 import E4M3FNUZ_MAX, quantize_k
@@ -48,7 +60,7 @@ class SimulatedCase:
         arch, backend, case: what runs.
         q_dtype, k_dtype: fp8 dialects of the operands; fn operands hold bytes 0x80, -0.0 there and NaN in fnuz.
         chunk: columns that one program owns, so that its pipelined loop runs for longer than the few keys here ask
-            for; 0 leaves it to the backend.
+            for; 0 leaves it to the backend. ``gluon-gfx950`` takes its config of many rows then.
         seed: of the order of the waves.
         tunables: of ``hip-gfx950``, in place of its heuristic's; None leaves them to it.
     """
@@ -114,8 +126,10 @@ def sweep(
                 case = Case(*shape, h, d, window, form, dtype)
                 found.append(SimulatedCase(arch, backend, case, *pair, chunk, seed + len(found)))
 
-    for backend, h, d in itertools.product(backends, heads or HEADS, head_dims or HEAD_DIMS):
-        for shape in SHAPES:
+    for backend, h, d in itertools.product(backends, heads or (*HEADS, 128), head_dims or HEAD_DIMS):
+        if h not in HEADS and not heads and backend != "gluon-gfx950":
+            continue
+        for shape in SHAPES[: 1 if h == 128 else 2]:
             add(backend, shape, h, d, WINDOWS, "clean")
             add(backend, shape, h, d, WINDOWS, "noclean")
         for pair in others:
@@ -123,6 +137,11 @@ def sweep(
         add(backend, SHAPES[0], h, d, ("misaligned", "past_end"), "compressed", torch.bfloat16)
         if backend == "triton-portable":
             add(backend, (2, 1038), h, d, ("misaligned", "causal"), "clean", pair=(native, native), chunk=1024)
+        if backend == "gluon-gfx950" and (h, d) == (64, 128):
+            for form in FORMS:
+                add(backend, (7, 1038), h, d, WINDOWS, form, chunk=512)
+            # The rows that select the config; all but the last 90 have an empty window.
+            add(backend, (4096, 90), h, d, ("causal",), "clean")
     if not heads and not head_dims:
         for backend in backends:
             for h, d in OTHER_SIZES:
@@ -198,8 +217,10 @@ def _call(case: SimulatedCase, inputs: Inputs, ks: torch.Tensor, ke: torch.Tenso
     operands = Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
     if case.tunables is not None:
         hip_gfx950.launch(problem, operands, output.view, arch, case.tunables)
+    elif case.backend == "gluon-gfx950":
+        gluon.Launch(problem, arch, replace(many_rows(problem, arch), chunk=case.chunk))(operands, output.view)
     else:
-        Launch(problem, arch, replace(heuristic(problem, arch), chunk=case.chunk))(operands, output.view)
+        triton.Launch(problem, arch, replace(heuristic(problem, arch), chunk=case.chunk))(operands, output.view)
     return output
 
 

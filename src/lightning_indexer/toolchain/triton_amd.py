@@ -125,8 +125,11 @@ def _target(arch: str) -> Any:
 def _refuse_interpreted(jit_fn: Any) -> None:
     if (reason := missing()) is not None:
         raise CompileError(reason)
-    if not hasattr(jit_fn, "cache_key"):
+    from triton.language import standard
+
+    # Gluon's decorator compiles at all times; the functions of Triton that its kernels call are then interpreted.
+    if not hasattr(jit_fn, "cache_key") or not hasattr(standard.sum, "cache_key"):
         raise CompileError(
             f"{getattr(jit_fn, '__name__', jit_fn)} runs in Triton's interpreter and cannot be compiled: "
-            "TRITON_INTERPRET was set when it was imported"
+            "TRITON_INTERPRET was set when it, or Triton, was imported"
         )

@@ -6,7 +6,6 @@ for that arch in the simulator (see ``launcher``).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 from typing import Any
@@ -16,9 +15,10 @@ import torch
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.gate import unsupported_shape
+from lightning_indexer.backends.triton_launch import device_guard, operands_like
 from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic, neighbours
 from lightning_indexer.launcher import launcher_for, simulates
-from lightning_indexer.problem import Operands, Problem, row_stride
+from lightning_indexer.problem import Operands, Problem
 from lightning_indexer.toolchain import triton_amd
 from lightning_indexer.toolchain.built import Built
 
@@ -49,7 +49,7 @@ class TritonPortable:
     def build(self, problem: Problem, arch: Arch) -> Built:
         """The kernel of this problem for an AMD arch, compiled without a device; operands as torch allocates them."""
         launch = Launch(problem, arch, heuristic(problem, arch))
-        return launch.build(launch.arguments(*_operands_like(problem, arch)))
+        return launch.build(launch.arguments(*operands_like(problem, arch)))
 
 
 class Launch:
@@ -73,7 +73,7 @@ class Launch:
         if device.type == "cpu" and simulates(self.arch):
             self._simulate(arguments)
             return
-        with _device_guard(device):
+        with device_guard(device):
             if not self._aligned(arguments):
                 fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
             elif (compiled := self.compiled.get(device)) is not None:
@@ -117,32 +117,6 @@ class Launch:
             addresses |= tensor.data_ptr()
         strides = arguments[11] | arguments[12] | arguments[13] | arguments[14] | arguments[15]
         return not (addresses | strides) & 15 and strides < 2**31
-
-
-def _operands_like(problem: Problem, arch: Arch) -> tuple[Operands, torch.Tensor]:
-    """Operands and a result without memory, contiguous, in the dialect that the arch reads."""
-    fp8 = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    rows, keys, heads, head_dim = problem.rows, problem.keys, problem.heads, problem.head_dim
-    operands = Operands(
-        empty(rows, heads, head_dim, dtype=fp8), empty(keys, head_dim, dtype=fp8), empty(keys), empty(rows, heads),
-        empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32),
-    )  # fmt: skip
-    out = empty(rows, row_stride(problem.width, problem.out_dtype), dtype=problem.out_dtype)
-    return operands, out[:, : problem.width]
-
-
-def _device_guard(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes ``device`` current where another one is; free where it already is."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(device)
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 def launch(problem: Problem, operands: Operands, out: torch.Tensor, arch: Arch, config: TileConfig) -> None:

@@ -1,0 +1,36 @@
+"""What the backends that Triton's runtime launches share."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from lightning_indexer.arch import Arch
+from lightning_indexer.problem import Operands, Problem, row_stride
+
+
+def operands_like(problem: Problem, arch: Arch) -> tuple[Operands, torch.Tensor]:
+    """Operands and a result without memory, contiguous, in the dialect that the arch reads."""
+    fp8 = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, keys, heads, head_dim = problem.rows, problem.keys, problem.heads, problem.head_dim
+    operands = Operands(
+        empty(rows, heads, head_dim, dtype=fp8), empty(keys, head_dim, dtype=fp8), empty(keys), empty(rows, heads),
+        empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32),
+    )  # fmt: skip
+    out = empty(rows, row_stride(problem.width, problem.out_dtype), dtype=problem.out_dtype)
+    return operands, out[:, : problem.width]
+
+
+def device_guard(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes ``device`` current where another one is; free where it already is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+_NOTHING = contextlib.nullcontext()
