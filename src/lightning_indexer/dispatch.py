@@ -15,6 +15,7 @@ import torch
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90.backend import CudaSm90
+from lightning_indexer.backends.flydsl_cdna.backend import FlyDsl
 from lightning_indexer.backends.torch_blocked.backend import TorchBlocked
 from lightning_indexer.backends.triton_portable.backend import TritonPortable
 from lightning_indexer.problem import Operands, Problem
@@ -51,12 +52,12 @@ class AmdBackend(Backend, Protocol):
         """The kernel that runs ``problem`` on an AMD arch that ``supports`` allows."""
 
 
-_BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CudaSm90(), TritonPortable(), TorchBlocked())}
+_BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CudaSm90(), FlyDsl(), TritonPortable(), TorchBlocked())}
 
 # The order in which backends are tried, by vendor: the first whose gate is open and whose packages are here.
 _ORDER: dict[str, tuple[str, ...]] = {
     "nvidia": ("cuda-sm90", "triton-portable", "torch-blocked"),
-    "amd": ("triton-portable", "torch-blocked"),
+    "amd": ("flydsl", "triton-portable", "torch-blocked"),
     "cpu": ("torch-blocked", "triton-portable"),
     "other": ("torch-blocked",),
 }

@@ -33,7 +33,9 @@ def missing() -> str | None:
     return amdgpu_clang.missing()
 
 
-def compile_flydsl(factory: str, parameters: Mapping[str, Any], arch: str) -> Built:
+def compile_flydsl(
+    factory: str, parameters: Mapping[str, Any], arch: str, *, argument_names: tuple[str, ...] = ()
+) -> Built:
     """Compiles the kernel that a factory makes, from the disk cache where it is there.
 
     The key: every ``.py`` file beside the factory's, its name and parameters, and FlyDSL's version.
@@ -43,6 +45,7 @@ def compile_flydsl(factory: str, parameters: Mapping[str, Any], arch: str) -> Bu
             tuple of arguments that specialise it; tensors are on the CPU, the stream is ``fx.Stream(None)``.
         parameters: for the factory; what JSON can hold.
         arch: e.g. ``gfx950``.
+        argument_names: what to call the kernel's arguments; FlyDSL does not keep their names.
 
     Raises:
         CompileError: something is not installed, or FlyDSL refused the kernel; the message holds its error.
@@ -57,12 +60,12 @@ def compile_flydsl(factory: str, parameters: Mapping[str, Any], arch: str) -> Bu
     sources = sorted(Path(spec.origin).parent.glob("*.py"))
     text = b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in sources)
     compiler = f"FlyDSL {metadata.version('flydsl')}"
-    key = ("flydsl", text, factory, json.dumps(parameters, sort_keys=True), arch, compiler)
+    key = ("flydsl", text, factory, json.dumps([parameters, argument_names], sort_keys=True), arch, compiler)
 
     def build() -> Built:
         elf, isa = _compile(factory, parameters, arch)
         code_object = CodeObject(elf)
-        return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler)
+        return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler, argument_names)
 
     return get_or_build(key, build)
 
