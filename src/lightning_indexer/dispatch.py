@@ -52,7 +52,9 @@ class AmdBackend(Backend, Protocol):
         """The kernel that runs ``problem`` on an AMD arch that ``supports`` allows."""
 
 
-_BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CudaSm90(), FlyDsl(), TritonPortable(), TorchBlocked())}
+_BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (CudaSm90(), FlyDsl(), TritonPortable(), TorchBlocked())
+}
 
 # The order in which backends are tried, by vendor: the first whose gate is open and whose packages are here.
 _ORDER: dict[str, tuple[str, ...]] = {

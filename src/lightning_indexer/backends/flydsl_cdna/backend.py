@@ -1,7 +1,7 @@
 """``flydsl``: FP8 MQA logits in FlyDSL for CDNA3 (gfx942) and CDNA4 (gfx950). Gate and launch.
 
-FlyDSL compiles and nothing else (``toolchain.flydsl``); the launchers of this library run the code object: HIP on a GPU,
-the simulator for tensors on the CPU. Has not run on hardware.
+FlyDSL compiles, and no more than that (``toolchain.flydsl``); this library's launchers run the code object: HIP on a
+GPU, the simulator for tensors on the CPU. Has not run on hardware.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 from dataclasses import asdict
 
 import torch
-
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours

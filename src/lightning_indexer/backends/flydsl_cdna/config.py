@@ -29,11 +29,12 @@ class FlyConfig:
 
 
 def heuristic(problem: Problem, arch: Arch) -> FlyConfig:
-    """Four rows share each key tile where there are so many; docs/kernels/flydsl.md has the counts."""
+    """Four rows share each key tile where there are as many; docs/kernels/flydsl.md has what else was counted."""
     rows = 4 if problem.rows > 2 else problem.rows
-    # Two waves at H=32, so that each reuses its key registers for two rows; larger H reuses them for its other heads.
-    waves = min(rows, 2) if problem.heads == 32 else rows
-    # gfx942 stages through registers: two stages, of 64 KiB. gfx950 copies into LDS and keeps two copies in flight.
+    # gfx950 at H=32: two rows a wave, which read the tile's keys from LDS once. More heads fill the registers alone,
+    # and gfx942's 64 KiB of LDS hold three blocks, which have to have four waves to keep its SIMDs busy.
+    waves = max(1, rows // 2) if arch.name == "gfx950" and problem.heads == 32 else rows
+    # gfx942 brings the next tile through registers; gfx950 has two tiles on their way into LDS.
     return FlyConfig(rows, waves, 2 if arch.name == "gfx942" else 3, _chunk(problem, arch, rows))
 
 
