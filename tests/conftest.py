@@ -22,3 +22,15 @@ def _isolated(monkeypatch):
     yield
     api.forget_plans()
     arch._cuda_arch.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def _kernel_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def compiled_kernels(_isolated, _kernel_cache, monkeypatch):
+    """A cache of compiled kernels that the tests of a session share."""
+    monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(_kernel_cache))
+    return _kernel_cache

@@ -15,6 +15,7 @@ import torch
 from lightning_indexer import envs, policy
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90.backend import CudaSm90
+from lightning_indexer.backends.flydsl_cdna.backend import FlyDsl
 from lightning_indexer.backends.gluon_gfx950.backend import GluonGfx950
 from lightning_indexer.backends.hip_gfx950.backend import HipGfx950
 from lightning_indexer.backends.torch_blocked.backend import TorchBlocked
@@ -54,7 +55,8 @@ class AmdBackend(Backend, Protocol):
 
 
 _BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (CudaSm90(), HipGfx950(), GluonGfx950(), TritonPortable(), TorchBlocked())
+    backend.name: backend
+    for backend in (CudaSm90(), HipGfx950(), GluonGfx950(), FlyDsl(), TritonPortable(), TorchBlocked())
 }
 
 

@@ -263,7 +263,7 @@ def test_flydsl(factory, arch, monkeypatch):
     assert re.findall(r"\.vgpr_count:\s+(\d+)", built.isa) == [str(built.resources.vgpr)]
     assert built.compiler.startswith("FlyDSL ")
     monkeypatch.setattr(built_module, "_BUILT", {})
-    monkeypatch.setattr(flydsl, "_compile", None)
+    monkeypatch.setattr(flydsl, "_process", None)
     assert flydsl.compile_flydsl(factory, {"lanes": 128}, arch).isa == built.isa
 
 

@@ -1,4 +1,4 @@
-"""FlyDSL kernels to AMD code objects: compiled only, in a process of their own.
+"""FlyDSL kernels to AMD code objects: compiled only, in a process for each arch.
 
 FlyDSL reads its target and its options from the environment, and leaves the code object in its dump of the last pass.
 Facts of version 0.4.2; it links with ``$ROCM_PATH/llvm/bin/ld.lld``, which may be the one of PyPI's ``ziglang``.
@@ -6,8 +6,12 @@ Facts of version 0.4.2; it links with ``$ROCM_PATH/llvm/bin/ld.lld``, which may 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -15,6 +19,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +39,9 @@ def missing() -> str | None:
     return amdgpu_clang.missing()
 
 
-def compile_flydsl(factory: str, parameters: Mapping[str, Any], arch: str) -> Built:
+def compile_flydsl(
+    factory: str, parameters: Mapping[str, Any], arch: str, *, argument_names: tuple[str, ...] = ()
+) -> Built:
     """Compiles the kernel that a factory makes, from the disk cache where it is there.
 
     The key: every ``.py`` file beside the factory's, its name and parameters, and FlyDSL's version.
@@ -43,6 +51,7 @@ def compile_flydsl(factory: str, parameters: Mapping[str, Any], arch: str) -> Bu
             tuple of arguments that specialise it; tensors are on the CPU, the stream is ``fx.Stream(None)``.
         parameters: for the factory; what JSON can hold.
         arch: e.g. ``gfx950``.
+        argument_names: what to call the kernel's arguments; FlyDSL does not keep their names.
 
     Raises:
         CompileError: something is not installed, or FlyDSL refused the kernel; the message holds its error.
@@ -57,34 +66,80 @@ def compile_flydsl(factory: str, parameters: Mapping[str, Any], arch: str) -> Bu
     sources = sorted(Path(spec.origin).parent.glob("*.py"))
     text = b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in sources)
     compiler = f"FlyDSL {metadata.version('flydsl')}"
-    key = ("flydsl", text, factory, json.dumps(parameters, sort_keys=True), arch, compiler)
+    key = ("flydsl", text, factory, json.dumps([parameters, argument_names], sort_keys=True), arch, compiler)
 
     def build() -> Built:
-        elf, isa = _compile(factory, parameters, arch)
+        what = f"{factory} for {arch} with {dict(parameters)}"
+        elf, isa = _process(arch, text, os.getpid()).compile(what, factory, parameters)
         code_object = CodeObject(elf)
-        return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler)
+        return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler, argument_names)
 
     return get_or_build(key, build)
 
 
-def _compile(factory: str, parameters: Mapping[str, Any], arch: str) -> tuple[bytes, str]:
-    with tempfile.TemporaryDirectory(prefix="lightning-indexer-") as folder:
-        dump = Path(folder, "dump")
+class _Process:
+    """A process that compiles for one arch: importing FlyDSL takes longer than compiling a kernel.
+
+    Requests and answers are lines of JSON on its standard input and output; it ends with its input.
+    """
+
+    def __init__(self, arch: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lightning-indexer-")
+        root = Path(self._folder.name)
+        self._errors = (root / "stderr").open("w+")
+        self._count = itertools.count()
         variables = {
             "COMPILE_ONLY": "1", "ARCH": arch, "FLYDSL_GPU_ARCH": arch, "FLYDSL_DUMP_IR": "1",
-            "FLYDSL_DUMP_DIR": str(dump), "FLYDSL_RUNTIME_ENABLE_CACHE": "0",
-            "ROCM_PATH": str(_linker(Path(folder, "rocm"))), "PYTHONPATH": os.pathsep.join(sys.path),
+            "FLYDSL_RUNTIME_ENABLE_CACHE": "0", "ROCM_PATH": str(_linker(root / "rocm")),
+            "PYTHONPATH": os.pathsep.join(sys.path),
         }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", __name__], input=json.dumps([factory, dict(parameters)]), text=True,
-            env=envs.for_process(**variables), capture_output=True, check=False,
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__], env=envs.for_process(**variables), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
         )  # fmt: skip
-        if done.returncode != 0:
-            raise CompileError(f"{factory} for {arch} with {dict(parameters)}:\n{done.stderr.strip()}")
-        objects, texts = sorted(dump.glob("*/*gpu_module_to_binary.mlir")), sorted(dump.glob("*/*final_isa.s"))
-        if len(objects) != 1 or len(texts) != 1:
-            raise CompileError(f"{factory} for {arch}: FlyDSL dumped {len(objects)} code objects, expected one")
-        return _embedded(objects[0].read_text()), texts[0].read_text()
+        self._lock = threading.Lock()
+        atexit.register(self.close)
+
+    def compile(self, what: str, factory: str, parameters: Mapping[str, Any]) -> tuple[bytes, str]:
+        """The code object and the text of a kernel; ``what`` it is goes into errors."""
+        with self._lock:
+            dump = Path(self._folder.name, str(next(self._count)))
+            request = {"factory": factory, "parameters": dict(parameters), "dump": str(dump), "path": sys.path}
+            error = self._ask(json.dumps(request))
+            if error:
+                raise CompileError(f"{what}:\n{error.strip()}")
+            objects, texts = sorted(dump.glob("*/*gpu_module_to_binary.mlir")), sorted(dump.glob("*/*final_isa.s"))
+            if len(objects) != 1 or len(texts) != 1:
+                raise CompileError(f"{what}: FlyDSL dumped {len(objects)} code objects, expected one")
+            return _embedded(objects[0].read_text()), texts[0].read_text()
+
+    def _ask(self, line: str) -> str:
+        """The error that came of a request, empty if none."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(line + "\n")
+            stdin.flush()
+        answer = stdout.readline()
+        if not answer:  # LLVM ends the process on some errors; a new one starts with the next kernel
+            _process.cache_clear()
+            self._process.wait()
+            self._errors.seek(0)
+            return f"the compiler ended with {self._process.returncode}: {self._errors.read()}"
+        return str(json.loads(answer)["error"])
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
+        self._errors.close()
+        self._folder.cleanup()
+
+
+@functools.lru_cache(maxsize=4)
+def _process(arch: str, _text: bytes, _pid: int) -> _Process:
+    """The process for kernels of these sources, which it has imported. A fork needs one of its own."""
+    return _Process(arch)
 
 
 def _linker(root: Path) -> Path:
@@ -109,10 +164,24 @@ def _embedded(text: str) -> bytes:
 
 
 def _main() -> None:
-    """In the process of its own: compiles what standard input names."""
+    """In the process of its own: compiles what each line of standard input names."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # FlyDSL prints on standard output
+    for line in sys.stdin:
+        request = json.loads(line)
+        error = ""
+        try:
+            _compile(request["factory"], request["parameters"], request["dump"], request["path"])
+        except Exception:  # whatever FlyDSL or the factory raises goes to the caller
+            error = traceback.format_exc()
+        answers.write(json.dumps({"error": error}) + "\n")
+        answers.flush()
+
+
+def _compile(factory: str, parameters: dict[str, Any], dump: str, path: list[str]) -> None:
+    os.environ["FLYDSL_DUMP_DIR"], sys.path[:] = dump, path
     import flydsl.compiler as flyc
 
-    factory, parameters = json.load(sys.stdin)
     module, _, function = factory.partition(":")
     launcher, arguments = getattr(importlib.import_module(module), function)(**parameters)
     flyc.compile(launcher, *arguments)

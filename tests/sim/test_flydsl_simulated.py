@@ -1,0 +1,243 @@
+"""The ``flydsl`` kernels executed on simulated gfx942 and gfx950. `make verify-amd` runs the whole sweep."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import CPU, check_guarded, expected_for, expected_logits, int32, same_bits
+from lightning_indexer import Arch, Problem, fp8_mqa_logits
+from lightning_indexer.backends.flydsl_cdna.backend import MAX_KEY_STRIDE, Launch
+from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic
+from lightning_indexer.bench.cases import Inputs, make_inputs, make_windows
+from lightning_indexer.launcher import simulation
+from lightning_indexer.problem import Operands
+from lightning_indexer.sim import Options, SimulationFault
+
+pytestmark = [
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11"),
+    pytest.mark.usefixtures("compiled_kernels"),
+]
+
+ARCHS = ("gfx942", "gfx950")
+NATIVE = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+NAN = {"gfx942": 0x80, "gfx950": 0x7F}
+# Blocks that the heuristic does not choose, each on one arch: 256 keys a tile; rows and keys shared; four rows a wave.
+OTHER_BLOCKS = [
+    ("gfx942", FlyConfig(rows=1, waves=4, stages=2, chunk=256)),
+    ("gfx950", FlyConfig(rows=2, waves=4, stages=2, chunk=256)),
+    ("gfx950", FlyConfig(rows=4, waves=1, stages=3, chunk=256)),
+    ("gfx942", FlyConfig(rows=4, waves=2, stages=3, chunk=256)),
+]
+
+
+@functools.cache
+def native_inputs(arch: str, rows: int, keys: int, heads: int, head_dim: int) -> Inputs:
+    inputs = make_inputs(rows, keys, heads, head_dim, CPU)
+    signs = 1.0 - 2.0 * (torch.arange(keys) % 3 == 1).float()
+    q, k = (x.float().clamp(-240, 240).to(NATIVE[arch]) for x in (inputs.q_fp8, inputs.k_fp8))
+    return replace(inputs, q_fp8=q, k_fp8=k, kv_scale=inputs.kv_scale * signs)
+
+
+def launch(arch: str, rows: int, keys: int, heads: int, head_dim: int, config: FlyConfig | None = None, **facts):
+    problem = Problem(rows, keys, heads, head_dim, NATIVE[arch], NATIVE[arch], **facts)
+    return Launch(problem, Arch.parse(arch), config or heuristic(problem, Arch.parse(arch)))
+
+
+def operands(inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor) -> Operands:
+    return Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("clean", [True, False])
+def test_windows_of_every_kind(arch, clean):
+    rows, keys = 7, 301
+    inputs = native_inputs(arch, rows, keys, 32, 128)
+    # Rows of a block whose windows are apart, empty, reversed, past either end, one key wide.
+    ks = int32(-5, 200, 64, 3, 300, 250, 10)
+    ke = int32(7, 264, 64, 2, 2**31 - 1, -(2**31), 301)
+    run = launch(arch, rows, keys, 32, 128, clean_logits=clean)
+    with simulation(arch, Options(order="shuffled", seed=3)):
+        check_guarded(
+            lambda out: run(operands(inputs, ks, ke), out), expected_for(inputs, ks, ke), torch.float32, clean=clean
+        )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_nan_key_stays_in_its_column_and_keys_outside_count_for_nothing(arch):
+    rows, keys = 4, 130
+    inputs = native_inputs(arch, rows, keys, 32, 128)
+    ks, ke = int32(3, 3, 70, 70), int32(64, 60, 129, 100)
+    k, scale = inputs.k_fp8.clone(), inputs.kv_scale.clone()
+    outside = [0, 1, 2, 64, 65, 69, 129]
+    k.view(torch.uint8)[outside] = NAN[arch]
+    scale[outside] = float("nan")
+    run = launch(arch, rows, keys, 32, 128)
+    with simulation(arch):
+        check_guarded(
+            lambda out: run(operands(replace(inputs, k_fp8=k, kv_scale=scale), ks, ke), out),
+            expected_for(inputs, ks, ke), torch.float32, clean=True,
+        )  # fmt: skip
+        plain, changed = torch.empty(rows, keys), torch.empty(rows, keys)
+        run(operands(inputs, ks, ke), plain)
+        k.view(torch.uint8)[20] = NAN[arch]
+        run(operands(replace(inputs, k_fp8=k, kv_scale=scale), ks, ke), changed)
+    differing = (plain.view(torch.int32) != changed.view(torch.int32)).any(0)
+    assert differing.nonzero().flatten().tolist() == [20]
+
+
+@pytest.mark.parametrize(("arch", "config"), OTHER_BLOCKS)
+def test_other_blocks(arch, config):
+    rows, keys = 5, 530
+    inputs = native_inputs(arch, rows, keys, 32, 64)
+    ks, ke = make_windows("misaligned", rows, keys, CPU)
+    run = launch(arch, rows, keys, 32, 64, config)
+    with simulation(arch, Options(order="reversed")):
+        check_guarded(
+            lambda out: run(operands(inputs, ks, ke), out), expected_for(inputs, ks, ke), torch.float32, clean=True
+        )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compressed_bfloat16(arch):
+    rows, keys, width = 3, 300, 131
+    inputs = native_inputs(arch, rows, keys, 64, 64)
+    ks, ke = int32(-20, 100, 290), int32(90, 400, 300)
+    run = launch(arch, rows, keys, 64, 64, clean_logits=False, max_seqlen_k=width, out_dtype=torch.bfloat16)
+    expected = expected_for(inputs, ks, ke, width)
+    with simulation(arch):
+        check_guarded(lambda out: run(operands(inputs, ks, ke), out), expected, torch.bfloat16, clean=False)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_long_loop_gives_the_same_bits_in_any_order_and_has_no_bank_conflicts(arch):
+    rows, keys = 4, 1091  # 18 tiles round the ring
+    inputs = native_inputs(arch, rows, keys, 32, 128)
+    ks, ke = make_windows("causal", rows, keys, CPU)
+    config = replace(launch(arch, rows, keys, 32, 128).config, chunk=2048)
+    run = launch(arch, rows, keys, 32, 128, config)
+    results, conflicts = [], []
+    for options in (Options(), Options(order="shuffled", seed=1), Options(order="reversed", deferred=False)):
+        with simulation(arch, options) as launcher:
+            results.append(
+                check_guarded(
+                    lambda out: run(operands(inputs, ks, ke), out), expected_for(inputs, ks, ke), torch.float32,
+                    clean=True,
+                ).clone()
+            )  # fmt: skip
+        conflicts += [report.lds_bank_conflicts for report in launcher.reports]
+    assert all(same_bits(results[0], result) for result in results)
+    assert conflicts == [0, 0, 0]
+    run.layout = replace(run.layout, swizzle=False)
+    del run.built
+    with simulation(arch) as launcher:
+        plain = torch.empty(rows, keys)
+        run(operands(inputs, ks, ke), plain)
+    assert same_bits(plain, results[0])
+    # What the swizzle is for: every read of 16 bytes a lane takes twice as long or longer.
+    [report] = launcher.reports
+    assert report.lds_bank_conflicts >= report.by_opcode["ds_read_b128"] * (4 if arch == "gfx950" else 8)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_further_apart_than_32_bits(arch):
+    rows, keys, heads, head_dim = 3, 300, 32, 64
+    small = native_inputs(arch, rows, keys, heads, head_dim)
+    ks, ke = make_windows("misaligned", rows, keys, CPU)
+    # Address space only: pages that nothing touches are never there.
+    q = torch.empty_strided((rows, heads, head_dim), (2**32 + 64, 128, 1), dtype=NATIVE[arch])
+    k = torch.empty_strided((keys, head_dim), (MAX_KEY_STRIDE & -16, 1), dtype=NATIVE[arch])
+    weights = torch.empty_strided((rows, heads), (2**30 + 4, 1))
+    out = torch.empty_strided((rows, keys), (2**30 + 64, 1))
+    for target, source in ((q, small.q_fp8), (k, small.k_fp8)):
+        target.view(torch.uint8).copy_(source.view(torch.uint8))
+    weights.copy_(small.weights)
+    run = launch(arch, rows, keys, heads, head_dim)
+    with simulation(arch):
+        run(Operands(q, k, small.kv_scale, weights, ks, ke), out)
+        plain = torch.empty(rows, keys)
+        run(operands(small, ks, ke), plain)
+    assert same_bits(out, plain)
+    expected = expected_logits(small.q_fp8, small.k_fp8, small.kv_scale, small.weights, ks, ke)
+    assert torch.equal(plain == float("-inf"), expected == float("-inf"))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nothing_past_an_operand_is_touched(arch):
+    rows, keys = 3, 300
+    inputs = native_inputs(arch, rows, keys, 32, 128)
+    ks, ke = int32(0, 0, 0), int32(300, 300, 300)
+    run = launch(arch, rows, keys, 32, 128)
+    whole = operands(inputs, ks, ke)
+    out = torch.empty(rows, 320)
+    cut = {
+        "k": (whole._replace(k=whole.k[: keys - 1]), out[:, :keys]),
+        "kv_scale": (whole._replace(kv_scale=whole.kv_scale[: keys - 1]), out[:, :keys]),
+        "weights": (whole._replace(weights=whole.weights[:, :-1]), out[:, :keys]),
+        "out": (whole, out[:, : keys - 1]),
+    }
+    for name, (given, view) in cut.items():
+        with simulation(arch), pytest.raises(SimulationFault, match=f"past the end of {name}") as raised:
+            run(given, view)
+        assert f"kernel {run.layout.name}" in str(raised.value)
+
+
+def test_the_public_call_converts_fn_operands_on_gfx942():
+    rows, keys = 3, 130
+    inputs = make_inputs(rows, keys, 32, 128, CPU)
+    inputs.q_fp8.view(torch.uint8)[:, ::3] = 0x80
+    inputs.k_fp8.view(torch.uint8)[::2] = 0x80
+    ks, ke = make_windows("causal", rows, keys, CPU)
+    with simulation("gfx942") as launcher:
+        check_guarded(
+            lambda out: fp8_mqa_logits(
+                inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke, out=out, backend="flydsl"
+            ),
+            expected_for(inputs, ks, ke), torch.float32, clean=True,
+        )  # fmt: skip
+    [report] = launcher.reports
+    assert report.stored == {"out": rows * keys * 4}
+
+
+# In a process of its own: this one's Triton is the interpreter.
+COUNTS = """
+import json, sys, torch
+from dataclasses import replace
+from lightning_indexer import Arch, Problem, dispatch
+from lightning_indexer.bench.cases import make_inputs
+from lightning_indexer.launcher import simulation
+from lightning_indexer.problem import Operands
+
+rows, keys, found = 4, 512, {}
+for arch in ("gfx942", "gfx950"):
+    dtype = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}[arch]
+    inputs = make_inputs(rows, keys, 64, 128, torch.device("cpu"))
+    q, k = (x.float().clamp(-240, 240).to(dtype) for x in (inputs.q_fp8, inputs.k_fp8))
+    windows = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32)
+    for name in ("flydsl", "triton-portable"):
+        problem = Problem(rows, keys, 64, 128, dtype, dtype)
+        prepared = dispatch.get(name).prepare(problem, Arch.parse(arch))
+        with simulation(arch) as launcher:
+            prepared(Operands(q, k, inputs.kv_scale, inputs.weights, *windows), torch.empty(rows, keys))
+        [report] = launcher.reports
+        found[f"{arch} {name}"] = report.instructions / (rows * keys)
+print(json.dumps(found))
+"""
+
+
+def test_fewer_instructions_than_triton_portable(compiled_kernels):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
+    done = subprocess.run([sys.executable, "-c", COUNTS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for arch in ARCHS:
+        assert found[f"{arch} flydsl"] < 0.7 * found[f"{arch} triton-portable"]
