@@ -7,6 +7,8 @@ same operands. Modes are those of compiled kernels: IEEE on, denormals kept, rou
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -140,6 +142,16 @@ def mnemonics(lines: str) -> set[str]:
     return set(re.findall(r"^\s*((?:[sv]|ds|buffer|global|flat|scratch)_[a-z0-9_]+)", lines, re.MULTILINE))
 
 
+@contextlib.contextmanager
+def on(*circumstances: Any) -> Iterator[None]:
+    """What fails inside says where."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note("on " + ", ".join(hex(one) if isinstance(one, int) else str(one) for one in circumstances))
+        raise
+
+
 class Table:
     """Rows that are run together; ``check`` compares one of them."""
 
@@ -151,17 +163,16 @@ class Table:
     def opcodes(self) -> set[str]:
         return set().union(*(mnemonics(row.asm) for row in self.rows))
 
-    def cases(self) -> list[Any]:
-        return [pytest.param(arch, row, id=f"{arch}-{row}") for arch in ARCHS for row in self.rows if arch in row.archs]
-
-    def check(self, arch: str, row: Row) -> None:
-        if (arch, id(row)) not in self.outcomes:
-            self._run_all(arch)
-        outcome = self.outcomes[arch, id(row)]
-        if isinstance(outcome, Exception):
-            raise outcome
-        for round_, got in enumerate(outcome):
-            compare(row, round_, got)
+    def check(self, row: Row) -> None:
+        for arch in row.archs:
+            if (arch, id(row)) not in self.outcomes:
+                self._run_all(arch)
+            outcome = self.outcomes[arch, id(row)]
+            with on(arch):
+                if isinstance(outcome, Exception):
+                    raise outcome
+                for round_, got in enumerate(outcome):
+                    compare(row, round_, got)
 
     def _run_all(self, arch: str) -> None:
         for rows in _batches([row for row in self.rows if arch in row.archs]):
@@ -250,6 +261,7 @@ def sentinel(register: int) -> np.ndarray:
     return (np.uint32(0xA5000000) + np.uint32(register << 8) + LANES.astype(np.uint32)).astype(np.uint32)
 
 
+@functools.cache
 def operand_registers(round_: int) -> dict[int, np.ndarray]:
     """Every operand register's 64 dwords."""
     rng = np.random.default_rng(1000 + round_)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from semantics import ARCHS, FULL, LANES, OLD, ORDER, SOME, Together, active_lanes, group, run_snippet
+from semantics import ARCHS, FULL, LANES, OLD, ORDER, SOME, Together, active_lanes, group, on, run_snippet
 
 from lightning_indexer.sim import Memory, State
 
 WAIT = "\ns_waitcnt vmcnt(0) lgkmcnt(0)"
-masked = pytest.mark.parametrize("exec_mask", [FULL, SOME], ids=["full", "some"])
+MASKS = (FULL, SOME)
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,11 @@ def contents(row: Atomic) -> np.ndarray:
     return found
 
 
-def check(row: Atomic, copies: list[np.ndarray], result: list[np.ndarray], new: np.ndarray, exec_mask: int) -> None:
-    old, active = values(row.dtype, 1), active_lanes(exec_mask)
-    expected = contents(row)
+def check(row: Atomic, copies: list[np.ndarray], result: list[np.ndarray], exec_mask: int) -> None:
+    """The memory afterwards, in two copies, and what was returned."""
+    old, a, b = (values(row.dtype, seed) for seed in (1, 2, 3))
+    new = row.expected(old, a, b) if row.operands == 2 else row.expected(old, a)
+    expected, active = contents(row), active_lanes(exec_mask)
     expected[ORDER] = np.where(active, new, old)
     for copy in copies:
         np.testing.assert_array_equal(copy, expected)
@@ -165,16 +168,15 @@ def run_lds(rows: list[Atomic], arch: str, exec_mask: int) -> State:
 lds_together = Together(LDS, run_lds)
 
 
-@masked
 @pytest.mark.parametrize("row", LDS, ids=lambda row: row.name)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_lds(arch, row, exec_mask):
-    state = lds_together.state(row, arch, exec_mask)
-    old, a, b = (values(row.dtype, seed) for seed in (1, 2, 3))
+def test_lds(row):
     start, size = 1024 * LDS.index(row), 256 * row.registers
-    copies = [state.lds[at : at + size].view(row.dtype) for at in (start, start + 512)]
-    result = [state.vgpr[registers(LDS, row)[2] + i] for i in range(row.registers)]
-    check(row, copies, result, row.expected(old, a, b) if row.operands == 2 else row.expected(old, a), exec_mask)
+    for arch, exec_mask in itertools.product(ARCHS, MASKS):
+        with on(arch, exec_mask):
+            state = lds_together.state(row, arch, exec_mask)
+            copies = [state.lds[at : at + size].view(row.dtype) for at in (start, start + 512)]
+            result = [state.vgpr[registers(LDS, row)[2] + i] for i in range(row.registers)]
+            check(row, copies, result, exec_mask)
 
 
 @pytest.mark.parametrize("name", LDS_RETURNING)
@@ -216,15 +218,14 @@ def run_global(rows: list[Atomic], arch: str, exec_mask: int) -> tuple[State, np
 global_together = Together(GLOBAL, run_global)
 
 
-@masked
 @pytest.mark.parametrize("row", GLOBAL, ids=lambda row: row.name)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_global(arch, row, exec_mask):
-    state, content = global_together.state(row, arch, exec_mask)
-    old, a, b = (values(row.dtype, seed) for seed in (1, 2, 3))
-    copies = list(content[GLOBAL.index(row), :, : 256 * row.registers].view(row.dtype))
-    result = [state.vgpr[registers(GLOBAL, row)[2] + i] for i in range(row.registers)]
-    check(row, copies, result, row.expected(old, a, b) if row.operands == 2 else row.expected(old, a), exec_mask)
+def test_global(row):
+    for arch, exec_mask in itertools.product(ARCHS, MASKS):
+        with on(arch, exec_mask):
+            state, content = global_together.state(row, arch, exec_mask)
+            copies = list(content[GLOBAL.index(row), :, : 256 * row.registers].view(row.dtype))
+            result = [state.vgpr[registers(GLOBAL, row)[2] + i] for i in range(row.registers)]
+            check(row, copies, result, exec_mask)
 
 
 BUFFER = ("buffer_atomic_add", "buffer_atomic_umax", "buffer_atomic_swap", "buffer_atomic_add_x2")
@@ -232,7 +233,7 @@ FLAT = ("flat_atomic_add", "flat_atomic_smax", "flat_atomic_add_x2")
 PLAIN = {"add": lambda old, a: old + a, "umax": np.maximum, "swap": lambda old, a: a, "smax": np.maximum}
 
 
-@masked
+@pytest.mark.parametrize("exec_mask", MASKS, ids=["full", "some"])
 @pytest.mark.parametrize("name", [*BUFFER, *FLAT])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_buffer_and_flat(arch, name, exec_mask):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from semantics import ARCHS, DATA, FULL, LANES, OLD, ORDER, SOME, Load, Store, Together, mnemonics, run_snippet
+from semantics import ARCHS, DATA, FULL, LANES, OLD, ORDER, SOME, Load, Store, Together, mnemonics, on, run_snippet
 
 from lightning_indexer.sim import Options, State
 
@@ -12,8 +14,7 @@ SIZE = 16384
 LDS = np.random.default_rng(21).integers(0, 256, SIZE, np.uint8)
 WAIT = "\ns_waitcnt lgkmcnt(0)"
 OPTIONS = [Options(poison=False, deferred=False), Options(poison=False, deferred=True)]
-deferred = pytest.mark.parametrize("options", OPTIONS, ids=["at-once", "deferred"])
-masked = pytest.mark.parametrize("exec_mask", [FULL, SOME], ids=["full", "some"])
+CIRCUMSTANCES = list(itertools.product(ARCHS, (FULL, SOME), OPTIONS))
 
 LOADS = [
     Load("ds_read_u8 {d}, v1", 1),
@@ -77,26 +78,24 @@ def place(load: Load) -> int:
 loads_together = Together(LOADS, run_loads)
 
 
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("load", LOADS, ids=str)
-def test_load(arch, load, exec_mask, options):
-    state = loads_together.state(load, arch, exec_mask, options)
-    load.check(state, load.values(LDS, ADDRESSES[load.address]), exec_mask, place(load))
+def test_load(load):
+    expected = load.values(LDS, ADDRESSES[load.address])
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        with on(arch, exec_mask, options):
+            load.check(loads_together.state(load, arch, exec_mask, options), expected, exec_mask, place(load))
 
 
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("store", STORES, ids=str)
-def test_store(arch, store, exec_mask, options):
+def test_store(store):
     addresses = ORDER * np.uint32(store.bytes * (3 if store.offsets[-1] < 64 else 1))
     vgprs = {0: addresses, 2: DATA[0], 3: DATA[1], 4: DATA[2], 5: DATA[3]}
-    state = run_snippet(arch, store.asm + WAIT, vgprs=vgprs, lds=LDS, exec_mask=exec_mask, options=options)
-    expected = LDS.copy()
-    store.apply(expected, addresses, exec_mask)
-    np.testing.assert_array_equal(state.lds[:SIZE], expected)
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        with on(arch, exec_mask, options):
+            state = run_snippet(arch, store.asm + WAIT, vgprs=vgprs, lds=LDS, exec_mask=exec_mask, options=options)
+            expected = LDS.copy()
+            store.apply(expected, addresses, exec_mask)
+            np.testing.assert_array_equal(state.lds[:SIZE], expected)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -110,7 +109,7 @@ def test_accumulation_registers_load_and_store(arch):
     np.testing.assert_array_equal(state.lds[8192 : 8192 + 512], LDS[:512])
 
 
-@deferred
+@pytest.mark.parametrize("options", OPTIONS, ids=["at-once", "deferred"])
 @pytest.mark.parametrize("name", TRANSPOSES)
 @pytest.mark.parametrize("offset", [0, 512])
 def test_transposing_read(name, offset, options):

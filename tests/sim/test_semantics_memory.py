@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from semantics import (
@@ -18,6 +20,7 @@ from semantics import (
     active_lanes,
     group,
     mnemonics,
+    on,
     run_snippet,
 )
 
@@ -28,7 +31,7 @@ CONTENT = np.random.default_rng(31).integers(0, 256, SIZE, np.uint8)
 MIDDLE = 4096  # where the tests' addresses point, so that negative offsets stay inside
 WAIT = "\ns_waitcnt vmcnt(0) lgkmcnt(0)"
 OPTIONS = [Options(poison=False, deferred=False), Options(poison=False, deferred=True)]
-deferred = pytest.mark.parametrize("options", OPTIONS, ids=["at-once", "deferred"])
+CIRCUMSTANCES = list(itertools.product(ARCHS, (FULL, SOME), OPTIONS))
 masked = pytest.mark.parametrize("exec_mask", [FULL, SOME], ids=["full", "some"])
 BOTH = ("gfx942", "gfx950")
 NEW = ("gfx950",)
@@ -105,28 +108,27 @@ def run_global_loads(loads: list[Load], arch: str, exec_mask: int, options: Opti
 global_loads = Together(GLOBAL_LOADS, run_global_loads)
 
 
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("load", GLOBAL_LOADS, ids=str)
-def test_global_load(arch, load, exec_mask, options):
-    state = global_loads.state(load, arch, exec_mask, options)
-    load.check(state, load.values(CONTENT, MIDDLE + OFFSETS), exec_mask, place(load))
+def test_global_load(load):
+    expected = load.values(CONTENT, MIDDLE + OFFSETS)
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        with on(arch, exec_mask, options):
+            load.check(global_loads.state(load, arch, exec_mask, options), expected, exec_mask, place(load))
 
 
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("store", GLOBAL_STORES, ids=str)
-def test_global_store(arch, store, exec_mask, options):
-    memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
-    address = memory.register("content", content) + MIDDLE
+def test_global_store(store):
     offsets = ORDER * np.uint32(20)
-    vgprs = pointers(address, offsets) | {2: DATA[0], 3: DATA[1], 4: DATA[2], 5: DATA[3]}
-    sgprs = dict(zip((20, 21), low_high(address), strict=True))
-    run_snippet(arch, store.asm + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
-    store.apply(expected, MIDDLE + offsets, exec_mask)
-    np.testing.assert_array_equal(content, expected)
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
+        address = memory.register("content", content) + MIDDLE
+        vgprs = pointers(address, offsets) | {2: DATA[0], 3: DATA[1], 4: DATA[2], 5: DATA[3]}
+        sgprs = dict(zip((20, 21), low_high(address), strict=True))
+        store.apply(expected, MIDDLE + offsets, exec_mask)
+        with on(arch, exec_mask, options):
+            asm = store.asm + WAIT
+            run_snippet(arch, asm, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
+            np.testing.assert_array_equal(content, expected)
 
 
 @masked
@@ -189,7 +191,7 @@ SCALAR_LOADS = {
 }
 
 
-@deferred
+@pytest.mark.parametrize("options", OPTIONS, ids=["at-once", "deferred"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_scalar_loads(arch, options):
     """EXEC plays no part."""
@@ -261,28 +263,26 @@ def run_buffer_loads(loads: list[Load], arch: str, exec_mask: int, options: Opti
 buffer_loads = Together(BUFFER_LOADS, run_buffer_loads)
 
 
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("load", BUFFER_LOADS, ids=str)
-def test_buffer_load(arch, load, exec_mask, options):
-    state = buffer_loads.state(load, arch, exec_mask, options)
-    load.check(state, load.values(CONTENT, OFFSETS * np.uint32(load.address != "")), exec_mask, place(load))
+def test_buffer_load(load):
+    expected = load.values(CONTENT, OFFSETS * np.uint32(load.address != ""))
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        with on(arch, exec_mask, options):
+            load.check(buffer_loads.state(load, arch, exec_mask, options), expected, exec_mask, place(load))
 
 
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("store", BUFFER_STORES, ids=str)
-def test_buffer_store(arch, store, exec_mask, options):
-    memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
-    address = memory.register("content", content)
+def test_buffer_store(store):
     offsets = ORDER * np.uint32(20)
     vgprs = {0: offsets, 2: DATA[0], 3: DATA[1], 4: DATA[2], 5: DATA[3]}
-    sgprs = resource(address, SIZE) | {22: 64}
-    run_snippet(arch, store.asm + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
-    store.apply(expected, offsets, exec_mask)
-    np.testing.assert_array_equal(content, expected)
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
+        sgprs = resource(memory.register("content", content), SIZE) | {22: 64}
+        store.apply(expected, offsets, exec_mask)
+        with on(arch, exec_mask, options):
+            asm = store.asm + WAIT
+            run_snippet(arch, asm, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
+            np.testing.assert_array_equal(content, expected)
 
 
 # Raw buffer: out of range if inst_offset + voffset >= num_records, each dword by itself; soffset does not count.
@@ -379,24 +379,24 @@ COPIES = {
 LDS = np.random.default_rng(33).integers(0, 256, SIZE, np.uint8)
 
 
-@deferred
-@masked
-@pytest.mark.parametrize(("arch", "asm"), [(arch, asm) for asm, row in COPIES.items() for arch in row[3]])
-def test_copy_to_lds(arch, asm, exec_mask, options):
-    width, offset, lds_offset, _ = COPIES[asm]
-    memory, m0 = Memory(), 2048
-    address = memory.register("content", CONTENT, writable=False)
-    offsets = ORDER * np.uint32(48)
-    vgprs = {0: offsets} if asm.startswith("buffer") else pointers(address, offsets)
-    sgprs = resource(address, SIZE) | {22: 64} | dict(zip((20, 21), low_high(address), strict=True))
-    state = run_snippet(
-        arch, asm + WAIT, vgprs=vgprs, sgprs=sgprs, m0=m0, lds=LDS, memory=memory, exec_mask=exec_mask, options=options
-    )
-    expected = LDS.copy()
-    for lane in np.flatnonzero(active_lanes(exec_mask)):
-        source, place = int(offsets[lane]) + offset, m0 + lds_offset + width * int(lane)
-        expected[place : place + width] = CONTENT[source : source + width]
-    np.testing.assert_array_equal(state.lds[:SIZE], expected)
+@pytest.mark.parametrize("asm", COPIES)
+def test_copy_to_lds(asm):
+    width, offset, lds_offset, archs = COPIES[asm]
+    offsets, m0 = ORDER * np.uint32(48), 2048
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        if arch not in archs:
+            continue
+        memory, expected = Memory(), LDS.copy()
+        address = memory.register("content", CONTENT, writable=False)
+        vgprs = {0: offsets} if asm.startswith("buffer") else pointers(address, offsets)
+        sgprs = resource(address, SIZE) | {22: 64} | dict(zip((20, 21), low_high(address), strict=True))
+        for lane in np.flatnonzero(active_lanes(exec_mask)):
+            source, place_ = int(offsets[lane]) + offset, m0 + lds_offset + width * int(lane)
+            expected[place_ : place_ + width] = CONTENT[source : source + width]
+        registers = {"vgprs": vgprs, "sgprs": sgprs, "m0": m0, "lds": LDS, "exec_mask": exec_mask}
+        with on(arch, exec_mask, options):
+            state = run_snippet(arch, asm + WAIT, **registers, memory=memory, options=options)
+            np.testing.assert_array_equal(state.lds[:SIZE], expected)
 
 
 @pytest.mark.parametrize(("arch", "name", "width"), [("gfx942", "dword", 4), ("gfx950", "dword", 4),
