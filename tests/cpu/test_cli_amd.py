@@ -189,7 +189,7 @@ def test_resources_lists_every_kernel(built):
 
 
 def test_resources_of_some(built):
-    assert run("resources", "--arch", "gfx950", "--heads", "8", "--head-dim", "32").status == 0
+    assert run("resources", "--arch", "gfx942", "--heads", "8", "--head-dim", "32").status == 0
     assert {(p.heads, p.head_dim) for p, _ in built} == {(8, 32)}
     result = run("resources", "--arch", "gfx950", "--backend", "triton-portable", "--heads", "7")
     assert (result.status, "triton-portable: H=7 is not one of" in result.text) == (2, True)
@@ -239,7 +239,7 @@ def test_a_kernel_that_does_not_compile_ends_with_the_message(monkeypatch, comma
         raise CompileError("kernel for gfx950: out of registers")
 
     monkeypatch.setattr(TritonPortable, "build", build)
-    result = run(command, "--arch", "gfx950")
+    result = run(command, "--arch", "gfx950", "--backend", "triton-portable")
     assert (result.status, result.text) == (1, "kernel for gfx950: out of registers")
 
 
