@@ -150,6 +150,7 @@ def test_gluon_gfx950():
     unaligned = DEEPSEEK._replace(aligned=False)
     assert chosen(unaligned, gfx950) == ["triton-portable"]
     assert "start on 16 bytes" in reasons(unaligned, gfx950)["gluon-gfx950"]
+    assert chosen(DEEPSEEK._replace(keys=2**31 - 1), gfx950) == ["triton-portable"]
     for arch in Arch.known():
         if arch is not gfx950:
             assert reasons(DEEPSEEK, arch, "gluon-gfx950")["gluon-gfx950"].endswith(f"not {arch.name}'s")

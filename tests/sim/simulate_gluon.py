@@ -1,4 +1,4 @@
-"""What test_gluon.py asks for, as one JSON line: ``python simulate_gluon.py many_rows|windows|faults|counts``."""
+"""What test_gluon_simulated.py asks for, as one JSON line: ``python simulate_gluon.py many_rows|windows|faults|counts``."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def faults() -> dict[str, Any]:
     shuffled = Options(order="shuffled", seed=2)
     built = launch.build(launch.arguments(Operands(inputs.q_fp8, k, scale, weights, ks, ke), out[:, :keys]))
     lines = list(listing(built.code_object, built.kernel))
-    [barrier] = [index for index, (_, _, text) in enumerate(lines) if text.startswith("s_barrier")]
+    # The other one is behind the loop.
+    barrier = next(index for index, (_, _, text) in enumerate(lines) if text.startswith("s_barrier"))
     waits = [pc for pc, _, text in lines[barrier - 3 : barrier] if text.startswith("s_waitcnt")]
     return {
         "k_ptr": fault(shuffled, k=k[: keys - 1]),

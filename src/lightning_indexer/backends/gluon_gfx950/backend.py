@@ -24,6 +24,7 @@ from lightning_indexer.toolchain.occupancy import lds_limit
 
 HEADS = (8, 16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
+MAX_POSITION = 2**31 - 2**14
 
 
 class GluonGfx950:
@@ -38,6 +39,8 @@ class GluonGfx950:
             return f"copies to LDS of 16 bytes a lane and matrix instructions 64 deep are gfx950's, not {arch.name}'s"
         if not problem.aligned:
             return "rows of q and k have to start on 16 bytes, which a lane copies at a time"
+        if problem.keys > MAX_POSITION:
+            return f"N={problem.keys} is beyond {MAX_POSITION}: the end of the last chunk has to be an int32"
         return unsupported_shape(problem, HEADS, HEAD_DIMS)
 
     def prepare(self, problem: Problem, arch: Arch) -> Launch:
