@@ -249,4 +249,4 @@ def test_a_kernel_that_does_not_compile_ends_with_the_message(monkeypatch, comma
 
 def test_backends_with_amd_kernels_say_so():
     kernels = [backend.name for backend in dispatch.backends() if isinstance(backend, dispatch.AmdBackend)]
-    assert kernels == ["hip-gfx950", "gluon-gfx950", "triton-portable"]
+    assert kernels == ["hip-gfx950", "gluon-gfx950", "flydsl", "triton-portable"]

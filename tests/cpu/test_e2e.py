@@ -1,0 +1,297 @@
+"""The end-to-end run on a CPU: tiny layers, planted needles, two backends, traces."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from faulty import FaultyBackend, install
+from helpers import CPU
+from lightning_indexer import cli, fp8_mqa_logits, quantize_k
+from lightning_indexer.e2e import checks, report, run, stack
+from lightning_indexer.e2e.cache import BLOCK_TOKENS, PagedKeys
+from lightning_indexer.e2e.clock import Clock
+from lightning_indexer.e2e.dims import MODELS
+from lightning_indexer.e2e.prompt import make_prompt
+
+CONTEXT, NEEDLES, STEP = 320, 4, 128
+TINY = replace(
+    MODELS["glm-5.2"].small(), name="tiny", hidden=384, heads=6, q_lora=160, kv_lora=128, nope=96, v_dim=32,
+    index_heads=8, index_dim=64, index_topk=32, ffn=256,
+)  # fmt: skip
+BUDGET = 64 * CONTEXT * 4  # 64 rows a chunk at the full context: several chunks a step
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return stack.Stack(TINY, 2, CPU, torch.float32, seed=0)
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return make_prompt(CONTEXT, TINY.hidden, NEEDLES, CPU, torch.float32, seed=0)
+
+
+def prefill(tiny, prompt, *, backend="torch-blocked", step=STEP, budget=BUDGET, observer=None):
+    return tiny.prefill(
+        prompt.embeddings, backend, step=step, max_logits_bytes=budget, clock=Clock(CPU), observer=observer
+    )
+
+
+def largest_difference(x, y):
+    assert x.shape == y.shape
+    return float((x - y).abs().max())
+
+
+# The paged cache
+
+
+def test_the_cache_gives_back_what_was_written():
+    generator = torch.Generator().manual_seed(1)
+    tokens = 3 * BLOCK_TOKENS + 17
+    cache = PagedKeys(tokens, 32, CPU, generator)
+    assert cache.block_table.tolist() != sorted(cache.block_table.tolist())
+    k, scale = quantize_k(torch.randn(tokens, 32, generator=generator))
+    for start, stop in ((0, 5), (5, 150), (150, tokens)):
+        cache.write(start, k[start:stop], scale[start:stop])
+    for keys in (1, 64, 65, tokens):
+        gathered, scales = cache.gather(keys)
+        assert gathered.is_contiguous()
+        assert torch.equal(gathered.view(torch.uint8), k[:keys].view(torch.uint8))
+        assert torch.equal(scales, scale[:keys])
+
+
+# The stack
+
+
+def test_steps_and_chunks_do_not_change_the_result(tiny, prompt):
+    """Prefill in one step of one chunk, and in many: the same token, up to the order of float32 sums."""
+    whole = prefill(tiny, prompt, step=CONTEXT, budget=2**26)
+    assert whole.shape == (TINY.hidden,)
+    for step, budget in ((STEP, BUDGET), (71, 33 * CONTEXT * 4)):
+        assert largest_difference(prefill(tiny, prompt, step=step, budget=budget), whole) < 1e-3
+
+
+def test_selections_are_the_top_k_of_the_window(tiny, prompt):
+    seen = []
+    prefill(tiny, prompt, observer=stack.Observer(seen.append, lambda *_: None))
+    assert {scored.layer for scored in seen} == {0}  # the second layer shares the first one's selection
+    assert sum(scored.q.shape[0] for scored in seen) == CONTEXT
+    assert len(seen) > -(-CONTEXT // STEP)
+    for scored in seen:
+        rows = torch.arange(scored.first_position, scored.first_position + scored.q.shape[0])
+        assert torch.equal(scored.ke - scored.ks, rows.int() + 1)
+        logits = fp8_mqa_logits(scored.q, (scored.k, scored.kv_scale), scored.weights, scored.ks, scored.ke)
+        for row, position in enumerate(rows.tolist()):
+            chosen = scored.selected[row]
+            count = min(TINY.index_topk, position + 1)
+            kept = chosen[chosen >= 0].long()
+            assert len(kept.unique()) == len(kept) == count
+            assert int(kept.max()) <= position
+            others = logits[row].clone()
+            others[kept] = float("-inf")
+            assert float(logits[row, kept].min()) >= float(others.max())
+
+
+def test_attention_over_every_key_is_attention(tiny, prompt):
+    """With as many selected keys as there are, the absorbed, gathered form equals plain attention per head."""
+    d = TINY
+    layer = tiny.layers[0]
+    tokens = 24
+    generator = torch.Generator().manual_seed(2)
+    c = torch.randn(tokens, d.q_lora, generator=generator)
+    latents = torch.randn(tokens, d.kv_lora + d.rope, generator=generator)
+    position = torch.arange(tokens)
+    selected = torch.where(position[None] <= position[:, None], position[None], -1).int()
+    selected = selected[:, torch.randperm(tokens, generator=generator)]
+    actual = tiny._attend(layer, latents, 0, c, selected)
+    q = (c @ layer.w_uq).view(tokens, d.heads, -1)
+    q_rope = tiny._rotary(q[..., d.nope :], 0)
+    k = torch.einsum("nl,hdl->nhd", latents[:, : d.kv_lora], layer.w_uk)
+    scores = torch.einsum("mhd,nhd->hmn", q[..., : d.nope], k) + torch.einsum(
+        "mhd,nd->hmn", q_rope, latents[:, d.kv_lora :]
+    )
+    scores = scores * (d.nope + d.rope) ** -0.5
+    scores.masked_fill_(position[None] > position[:, None], float("-inf"))
+    v = torch.einsum("nl,hlv->nhv", latents[:, : d.kv_lora], layer.w_uv)
+    expected = torch.einsum("hmn,nhv->mhv", scores.softmax(-1), v).flatten(1) @ layer.w_o
+    assert largest_difference(actual, expected) < 1e-5
+    assert float(expected.std()) > 0.01
+
+
+def test_rotary_depends_on_the_distance_alone(tiny):
+    generator = torch.Generator().manual_seed(3)
+    q, k = torch.randn(2, 1, 1, 64, generator=generator)
+
+    def product(at_q, at_k):
+        return float((tiny._rotary(q, at_q) * tiny._rotary(k, at_k)).sum())
+
+    assert product(7, 2) == pytest.approx(product(107, 102), abs=1e-3)
+    assert product(7, 2) != pytest.approx(product(7, 7), abs=1e-3)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_models_fit_one_gpu(model):
+    """141 GB of an H200 at 128K tokens, with the layers that are run by default."""
+    dims = MODELS[model]
+    assert dims.q_lora >= dims.kv_lora
+    assert dims.index_topk == 2048
+    assert (dims.index_heads, dims.index_dim) in ((32, 128), (64, 128))
+    needed = stack.needed_bytes(dims, dims.layers, 131072, 16384, 512 * 2**20, torch.bfloat16)
+    assert 2**33 < needed < 40 * 2**30
+
+
+def test_needed_bytes_counts_the_weights(tiny):
+    layer = tiny.layers[0]
+    weights = [getattr(layer, name) for name in stack.Layer.__slots__]
+    assert TINY.parameters() == sum(w.numel() for w in weights)
+
+
+# Needles and checks
+
+
+def checked(tiny, prompt, backend="torch-blocked"):
+    checker = checks.Checker(tiny, prompt, rows=24, seed=0)
+    prefill(tiny, prompt, backend=backend, observer=checker.observer())
+    return checker.result()
+
+
+def test_needles_are_found_and_answered(tiny, prompt):
+    result = checked(tiny, prompt)
+    assert (result.needles, result.selected, result.answered) == (NEEDLES, NEEDLES, NEEDLES)
+    assert result.overlap_mean == result.overlap_worst == 1.0
+    assert result.rows >= 24
+
+
+def test_needles_lie_before_their_questions(prompt):
+    for needle in prompt.needles:
+        assert 0 <= needle.key < needle.question < CONTEXT
+    assert len({n.key for n in prompt.needles}) == len({n.question for n in prompt.needles}) == NEEDLES
+    with pytest.raises(ValueError, match=r"^needles: got 65, expected 1 to 64 in a context of 1024 tokens$"):
+        make_prompt(1024, 8, 65, CPU, torch.float32, 0)
+
+
+def test_a_needle_that_is_not_planted_is_not_found(tiny, prompt):
+    """The check can fail: without the contents in the keys' tokens, chance remains."""
+    erased = prompt.embeddings.clone()
+    for needle in prompt.needles:
+        erased[needle.key] = torch.randn(TINY.hidden, generator=torch.Generator().manual_seed(needle.key))
+    result = checked(tiny, replace(prompt, embeddings=erased))
+    assert result.selected < NEEDLES
+    assert result.answered < NEEDLES
+
+
+def _noisy(problem, operands, out, run):
+    run(operands, out)
+    inside = out.isfinite()
+    out[inside] += 0.5 * out[inside].std() * torch.randn(int(inside.sum()), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_wrong_kernel_lowers_the_overlap(monkeypatch, tiny, prompt):
+    install(monkeypatch, FaultyBackend(_noisy))
+    result = checked(tiny, prompt, backend="faulty")
+    assert result.overlap_mean < 0.95
+
+
+# A B A B
+
+
+def plan(tmp_path, **changes):
+    values = {
+        "dims": TINY, "layers": 2, "contexts": (96, 128), "backends": ("torch-blocked", "torch-blocked"),
+        "step": 64, "max_logits_bytes": 128 * 128, "repeats": 2, "needles": NEEDLES, "checked_rows": 8, "seed": 0,
+        "trace_folder": tmp_path,
+    }  # fmt: skip
+    return run.Plan(**{**values, **changes})
+
+
+def test_a_b_a_b(tmp_path):
+    begun = []
+    chosen = plan(tmp_path)
+    results = run.run(chosen, CPU, begun.append)
+    assert len(begun) == run.steps(chosen)
+    timed = [line.split()[:2] for line in begun if line.endswith("timed")]
+    assert timed == [[str(c), side] for c in (96, 128) for side in "ABAB"]
+    for result in results:
+        for side in result.sides:
+            assert side.passed
+            assert len(side.ttft) == len(side.phases) == 2
+            assert set(run.INDEXER) < set(side.phases[0])
+            for total, phases in zip(side.ttft, side.phases, strict=True):
+                assert 0 < sum(phases.values()) <= total
+            assert side.trace is not None
+    assert report.failures(results) == []
+    text = report.markdown(chosen, results, {"device": "here"}, "a command")
+    assert "| 128 | B | torch-blocked |" in text
+    assert f"{NEEDLES}/{NEEDLES} | 100.000%, 100.00%" in text
+    assert "aten::bmm" in text
+    paths = report.write(tmp_path, text, chosen, results, {})
+    document = json.loads(paths[1].read_text())
+    assert [(r["context"], r["side"]) for r in document["runs"]] == [(96, "A"), (96, "B"), (128, "A"), (128, "B")]
+
+
+def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_indexer.bench.environment.no_room", lambda needed, device: "needs more")
+    chosen = plan(tmp_path)
+    results = run.run(chosen, CPU, lambda _: None)
+    assert [result.left_out for result in results] == ["needs more", "needs more"]
+    assert report.failures(results) == ["no context could be run"]
+    assert "left out: context 128: needs more" in report.markdown(chosen, results, {}, "")
+
+
+# The command
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.app, ["e2e", "--device", "cpu", *arguments])
+
+
+def test_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_indexer.cli_engines.MODELS", {"glm-5.2": TINY})
+    monkeypatch.setattr(type(TINY), "small", lambda self: self)
+    folder = tmp_path / "r"
+    result = invoke(
+        "--context", "128", "--repeats", "1", "--needles", "4", "--no-trace", "--rows", "4", "--results", str(folder)
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "A and B are both torch-blocked" in result.output
+    assert (folder / "e2e.md").is_file()
+    assert json.loads((folder / "e2e.json").read_text())["runs"][0]["selected"] == 4
+
+
+def test_the_command_fails_where_a_backend_loses_needles(tmp_path, monkeypatch):
+    def silent(problem, operands, out, run):
+        run(operands, out)
+        out[out.isfinite()] = 0.0
+
+    install(monkeypatch, FaultyBackend(silent))
+    monkeypatch.setattr("lightning_indexer.cli_engines.MODELS", {"glm-5.2": TINY})
+    monkeypatch.setattr(type(TINY), "small", lambda self: self)
+    arguments = ("--context", "128", "--repeats", "1", "--needles", "4", "--no-trace", "--rows", "4")
+    result = invoke(*arguments, "--b", "faulty", "--results", str(tmp_path))
+    assert result.exit_code == 1
+    assert "FAIL context 128, B faulty: needles" in result.output
+    assert "A torch-blocked" not in result.output.split("FAIL")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "gpt"), "got 'gpt', expected one of glm-5.2, deepseek-v3.2"),
+        (("--size", "huge"), "got 'huge', expected one of full, small"),
+        (("--context", "long"), "got 'long', expected positive integers"),
+        (("--context", "32"), "got 32 tokens, expected at least 64 for 16 needles"),
+        (("--a", "cutlass"), "got 'cutlass', expected one of"),
+        (("--b", "cuda-sm90"), "needs sm90 (H100, H200), this is cpu"),
+        (("--context", "1048576", "--max-logits-mb", "1"), "got 1 MiB, less than one row of 1048576 logits"),
+    ],
+)
+def test_bad_options(arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    text = " ".join(result.output.replace("│", " ").split())
+    assert message in text
