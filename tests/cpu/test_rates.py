@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_indexer.bench.cases import PERFORMANCE_SHAPES
-from lightning_indexer.bench.rates import MI355X, SEED, is_packed_f32, matrix_flop_and_cycles
+from lightning_indexer.bench.rates import MI355X, SEED, is_fp8, is_packed_f32, matrix_flop_and_cycles
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,12 @@ def test_the_published_peak_is_the_rate_of_the_instruction():
     flop, cycles = matrix_flop_and_cycles("v_mfma_scale_f32_32x32x64_f8f6f4")
     peak = flop / cycles * MI355X.simds * MI355X.units * MI355X.clock
     assert peak == pytest.approx(5.0e15, rel=0.01)
+
+
+def test_fp8_instructions():
+    assert is_fp8("v_mfma_scale_f32_32x32x64_f8f6f4")
+    assert is_fp8("v_mfma_f32_16x16x32_fp8_bf8")
+    assert not is_fp8("v_mfma_f32_32x32x16_bf16")
 
 
 def test_packed_instructions():

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder,
 from typer.testing import CliRunner  # noqa: E402
 
 from helpers import CPU, check_guarded, expected_for, same_bits  # noqa: E402
-from lightning_indexer import Arch, Problem, cli, envs, fp8_mqa_logits  # noqa: E402
+from lightning_indexer import Arch, Problem, calc_diff, cli, envs, fp8_mqa_logits  # noqa: E402
 from lightning_indexer.backends.hip_gfx950.backend import HipGfx950, Launch, launch  # noqa: E402
 from lightning_indexer.backends.hip_gfx950.config import Tunables, heuristic  # noqa: E402
 from lightning_indexer.bench.cases import Inputs, make_inputs, make_windows  # noqa: E402
@@ -91,6 +91,26 @@ def test_64_heads():
                 lambda out, t=tunables: launch(problem, operands(inputs, ks, ke), out, GFX950, t),
                 expected_for(inputs, ks, ke), torch.float32, clean=True,
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["stream", "lds"])
+@pytest.mark.parametrize("heads", [32, 64])
+def test_the_head_sum_on_the_matrix_unit(strategy, heads):
+    rows, keys = 7, 130
+    inputs = make_inputs(rows, keys, heads, 128, CPU)
+    ks, ke = make_windows("misaligned", rows, keys, CPU)
+    tunables = Tunables(strategy=strategy, reduce="mfma", block_m=4)
+    inputs.q_fp8.view(torch.uint8)[2, 5, 7] = 0xFF  # row 2 shares a result with its neighbours
+    inputs.weights[5] = float("inf")
+    out = torch.empty(rows, keys)
+    with simulation("gfx950", Options(order="shuffled", seed=2)):
+        launch(Problem(rows, keys, heads, 128), operands(inputs, ks, ke), out, GFX950, tunables)
+    expected = expected_for(inputs, ks, ke)
+    sound = [0, 1, 3, 4, 6]
+    inside = expected[sound] != float("-inf")
+    assert torch.equal(out[sound] != float("-inf"), inside)
+    diff = calc_diff(out[sound], expected[sound], inside)
+    assert 1e-8 < diff < 5e-6  # bfloat16 shows, and stays within what a backend may be off
 
 
 # What is loaded, and by whom

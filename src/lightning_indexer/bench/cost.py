@@ -23,7 +23,7 @@ import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.bench.cases import WINDOWS, Window, make_windows, positions_in_windows
-from lightning_indexer.bench.rates import Rates, is_packed_f32, matrix_flop_and_cycles
+from lightning_indexer.bench.rates import Rates, is_fp8, is_packed_f32, matrix_flop_and_cycles
 from lightning_indexer.dispatch import AmdBackend
 from lightning_indexer.launcher import simulation
 from lightning_indexer.problem import Operands, Problem, row_stride
@@ -45,7 +45,7 @@ class Kernel:
     Attributes:
         backend, built: which.
         group: amounts of a workgroup that has keys, beside its tiles and fills.
-        flop: amounts of a FLOP of its matrix products.
+        flop: amounts of a FLOP of its fp8 matrix products.
         filled: amounts of a byte of the result outside of them.
     """
 
@@ -223,7 +223,8 @@ def _amounts(report: Report) -> Amounts:
     for opcode, times in report.by_opcode.items():
         if "mfma" in opcode:
             flop, cycles = matrix_flop_and_cycles(opcode)
-            found["flop"] += flop * times
+            # The scores' products; a kernel may sum heads on the matrix unit too, in bfloat16.
+            found["flop"] += flop * times if is_fp8(opcode) else 0
             found["matrix cycles"] += cycles * times
         elif is_packed_f32(opcode):
             found["packed"] += times

@@ -74,6 +74,11 @@ def matrix_flop_and_cycles(opcode: str) -> tuple[int, float]:
     return flop, flop / rate
 
 
+def is_fp8(opcode: str) -> bool:
+    """A matrix instruction with 8-bit operands."""
+    return re.search(r"f8f6f4|fp8|bf8", opcode) is not None
+
+
 def is_packed_f32(opcode: str) -> bool:
     """A vector instruction that does not execute beside matrix instructions, [llvm]."""
     return opcode.startswith("v_pk_") and opcode.endswith("_f32")

@@ -4,7 +4,7 @@
 //   the scores of one row, 32 heads and 32 keys. Layouts, with c = lane % 32 and h = lane / 32:
 //     operands  lane holds head (or key) c, channels 64 s + 16 h + [0, 16) and 64 s + 32 + 16 h + [0, 16) of part s
 //     result    register v is head 8 (v / 4) + 4 h + v % 4 of key c
-//   So a lane sums the heads that it holds, and one swap of half waves adds the other half of two rows at once.
+//   So a lane holds half of the heads of a key; how they are summed is in reduce_fma.h, or in reduce_mfma.h.
 //
 // Sources: AMD CDNA4 ISA document; LLVM's "User Guide for AMDGPU Backend" (buffer resources).
 #pragma once
@@ -17,6 +17,7 @@ typedef float f32x16 __attribute__((ext_vector_type(16)));
 typedef unsigned u32x2 __attribute__((ext_vector_type(2)));
 
 #define DEVICE static inline __attribute__((device, always_inline))
+#define DEVICE_MEMBER __attribute__((device, always_inline))
 
 constexpr int TILE = 32;            // keys of one matrix product
 constexpr int DIM = 128;            // channels
@@ -93,54 +94,11 @@ DEVICE Windows windows_of(const Arguments& a, long m) {
   return w;
 }
 
-// ---- Operands
-
-struct Row {
-  i32x8 q[GROUPS][2];
-  f32x16 weight[GROUPS];  // of the lane's heads, as the result is laid out
-};
-
-struct Keys {
-  i32x8 part[2];
-  float scale;
-};
+// ---- ReLU
 
 // ReLU of scores as a clamped product: |score| <= 448 * 448 * 128 < 2^25, so clamp(score * 2^-25) to [0, 1] is
 // relu(score) * 2^-25 exactly, two values an instruction. The weights take the 2^25 back.
 constexpr float DOWN = RELU_CLAMP ? 0x1p-25f : 1.0f, UP = RELU_CLAMP ? 0x1p25f : 1.0f;
-
-DEVICE Row load_row(const Arguments& a, long m, int lane) {
-  m = m < a.rows ? m : a.rows - 1;
-  Row row;
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    const unsigned char* q = a.q + m * a.q_stride_m + (g * 32 + lane % 32) * a.q_stride_h + lane / 32 * 16;
-    const float* w = a.weights + m * a.w_stride + g * 32 + lane / 32 * 4;
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      const i32x4 low = *(const i32x4*)(q + s * 64), high = *(const i32x4*)(q + s * 64 + 32);
-      row.q[g][s] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const f32x4 four = *(const f32x4*)(w + 8 * i) * UP;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) row.weight[g][4 * i + j] = four[j];
-    }
-  }
-  return row;
-}
-
-// Before a loop: in it, the compiler then waits for the loop's own loads alone. 0x0f70 is vmcnt(0).
-DEVICE void wait_for_loads() { __builtin_amdgcn_s_waitcnt(0x0f70); }
-
-// ---- One row, one tile
-
-constexpr int ONE = 127;  // E8M0: the scale 2^0 of a block of 32 channels
-
-DEVICE f32x16 multiply(i32x8 q, i32x8 k, f32x16 sum) {
-  return __builtin_amdgcn_mfma_scale_f32_32x32x64_f8f6f4(q, k, sum, 0, 0, 0, ONE, 0, ONE);
-}
 
 #if RELU_CLAMP
 // DOWN * relu(score). The compiler inserts the wait states between a matrix product and the first reader of its result,
@@ -160,27 +118,51 @@ DEVICE f32x2 relu_first(f32x2 score) { return f32x2{__builtin_fmaxf(score[0], 0.
 DEVICE f32x2 relu_pair(f32x2 score, float) { return relu_first(score); }
 #endif
 
-// Registers [8 half, 8 half + 8) of sum_h weight[h] * relu(score[h]), added to `sum`; half 0 comes first.
-template <int half>
-DEVICE f32x2 weigh(f32x16 score, f32x16 weight, f32x2 sum) {
-  float after = sum[0];  // half 1: what half 0 ended with
+// Sums over heads: `Weights` of a lane, and `Sums` of a tile.
+#if REDUCE_MFMA
+#include "reduce_mfma.h"
+#else
+#include "reduce_fma.h"
+#endif
+
+// ---- Operands
+
+struct Row {
+  i32x8 q[GROUPS][2];
+  Weights weights[GROUPS];
+};
+
+struct Keys {
+  i32x8 part[2];
+  float scale;
+};
+
+// `slot`: which of the wave's rows it is.
+DEVICE Row load_row(const Arguments& a, long m, int slot, int lane) {
+  m = m + slot < a.rows ? m + slot : a.rows - 1;
+  Row row;
 #pragma unroll
-  for (int v = 8 * half; v < 8 * half + 8; v += 2) {
-    const f32x2 pair = {score[v], score[v + 1]};
-    const f32x2 relu = v == 0 ? relu_first(pair) : relu_pair(pair, after);
-    if (v == 0) after = relu[0];
-    sum = __builtin_elementwise_fma(relu, f32x2{weight[v], weight[v + 1]}, sum);
+  for (int g = 0; g < GROUPS; ++g) {
+    const unsigned char* q = a.q + m * a.q_stride_m + (g * 32 + lane % 32) * a.q_stride_h + lane / 32 * 16;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const i32x4 low = *(const i32x4*)(q + s * 64), high = *(const i32x4*)(q + s * 64 + 32);
+      row.q[g][s] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+    }
+    row.weights[g] = load_weights(a.weights + m * a.w_stride + g * 32, slot, lane);
   }
-  return sum;
+  return row;
 }
 
-// Both halves' shares of two rows: row `a` complete in lanes 0-31, row `b` in lanes 32-63.
-DEVICE float reduce_pair(float a, float b) {
-  const u32x2 swapped =
-      __builtin_amdgcn_permlane32_swap(__builtin_bit_cast(unsigned, a), __builtin_bit_cast(unsigned, b), false, false);
-  // Through scalars: clang reads element 0 for a bit_cast of swapped[1].
-  const unsigned first = swapped[0], second = swapped[1];
-  return __builtin_bit_cast(float, first) + __builtin_bit_cast(float, second);
+// Before a loop: in it, the compiler then waits for the loop's own loads alone. 0x0f70 is vmcnt(0).
+DEVICE void wait_for_loads() { __builtin_amdgcn_s_waitcnt(0x0f70); }
+
+// ---- One row, one tile
+
+constexpr int ONE = 127;  // E8M0: the scale 2^0 of a block of 32 channels
+
+DEVICE f32x16 multiply(i32x8 q, i32x8 k, f32x16 sum) {
+  return __builtin_amdgcn_mfma_scale_f32_32x32x64_f8f6f4(q, k, sum, 0, 0, 0, ONE, 0, ONE);
 }
 
 // ---- A tile: ROWS rows by 32 keys, scored and stored
@@ -209,7 +191,7 @@ DEVICE void in_order() { __builtin_amdgcn_sched_barrier(0); }
 DEVICE Logits score_tile(const Row (&rows)[ROWS], const Keys& keys) {
   constexpr int PRODUCTS = ROWS * GROUPS;
   const f32x16 zero = {};
-  f32x2 sum[ROWS];
+  Sums sums;
   f32x16 before, now = multiply(rows[0].q[0][1], keys.part[1], multiply(rows[0].q[0][0], keys.part[0], zero));
 #pragma unroll
   for (int i = 0; i < PRODUCTS; ++i) {
@@ -219,26 +201,23 @@ DEVICE Logits score_tile(const Row (&rows)[ROWS], const Keys& keys) {
     in_order();
     if (i > 0) {
       const int last = i - 1;
-      sum[last / GROUPS] = weigh<1>(before, rows[last / GROUPS].weight[last % GROUPS], sum[last / GROUPS]);
+      sums.add<1>(before, rows[last / GROUPS].weights[last % GROUPS], last / GROUPS, last % GROUPS);
     }
     in_order();
     if (ahead < PRODUCTS) next = multiply(rows[ahead / GROUPS].q[ahead % GROUPS][1], keys.part[1], next);
     in_order();
-    sum[r] = weigh<0>(now, rows[r].weight[g], g ? sum[r] : f32x2{0.f, 0.f});
+    sums.add<0>(now, rows[r].weights[g], r, g);
     in_order();
     before = now;
     now = next;
   }
-  sum[ROWS - 1] = weigh<1>(before, rows[ROWS - 1].weight[GROUPS - 1], sum[ROWS - 1]);
+  sums.add<1>(before, rows[ROWS - 1].weights[GROUPS - 1], ROWS - 1, GROUPS - 1);
 
-  float share[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) share[r] = sum[r][0] + sum[r][1];
   Logits logits;
 #pragma unroll
   for (int p = 0; p < PAIRS; ++p)
     // + 0 makes -0.0 into +0.0; one FMA.
-    logits.pair[p] = __builtin_fmaf(reduce_pair(share[2 * p], share[2 * p + 1]), keys.scale, 0.f);
+    logits.pair[p] = __builtin_fmaf(sums.pair(p), keys.scale, 0.f);
   return logits;
 }
 

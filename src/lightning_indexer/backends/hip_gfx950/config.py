@@ -18,6 +18,7 @@ STREAM_RATIO = 8
 
 Strategy = Literal["stream", "lds"]
 Relu = Literal["clamp", "max"]
+Reduce = Literal["fma", "mfma"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Tunables:
         unroll2: two tiles in registers, one on its way while the other is used; ``stream`` alone.
         reverse_rows: row blocks start from the last one.
         relu: ``clamp``, the packed clamped product, or ``max``, one ``v_max_f32`` a value.
+        reduce: ``fma``, the head sum in float32, or ``mfma``, a second matrix product of values rounded to bfloat16;
+            never the heuristic's choice.
     """
 
     strategy: Strategy | Literal[""] = ""
@@ -41,6 +44,7 @@ class Tunables:
     unroll2: bool | None = None
     reverse_rows: bool | None = None
     relu: Relu | Literal[""] = ""
+    reduce: Reduce | Literal[""] = ""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -50,6 +54,7 @@ class Tunables:
             ("unroll2", (None, False, True)),
             ("reverse_rows", (None, False, True)),
             ("relu", ("", "clamp", "max")),
+            ("reduce", ("", "fma", "mfma")),
         ):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, allowed))}")
@@ -70,6 +75,7 @@ class KernelConfig:
     unroll2: bool
     reverse_rows: bool
     relu: Relu
+    reduce: Reduce = "fma"
 
     @property
     def name(self) -> str:
@@ -78,7 +84,7 @@ class KernelConfig:
         pipeline = f"k{1 + self.unroll2}" if self.strategy == "stream" else f"lds2x{STAGE}"
         return (
             f"fp8_mqa_logits_H{self.heads}_D128_mfma32x32x64_{self.strategy}_r{self.block_m}_w{self.num_warps}"
-            f"_{pipeline}_{self.relu}_{form}_hip"
+            f"_{pipeline}_{self.relu}{'_bf16sum' if self.reduce == 'mfma' else ''}_{form}_hip"
         )
 
     @property
@@ -101,6 +107,7 @@ class KernelConfig:
             "UNROLL2": int(self.unroll2),
             "CLEAN": int(self.clean),
             "RELU_CLAMP": int(self.relu == "clamp"),
+            "REDUCE_MFMA": int(self.reduce == "mfma"),
             "OCCUPANCY": self.occupancy,
             "KERNEL_NAME": self.name,
         }
@@ -132,8 +139,9 @@ def heuristic(problem: Problem, arch: Arch, fixed: Tunables | None = None) -> Ke
     # Longest rows first, where their lengths differ by enough to show (seed: worth 6% at N = 4096, free elsewhere).
     reverse = problem.keys > 2048 if fixed.reverse_rows is None else fixed.reverse_rows
     config = KernelConfig(
-        problem.heads, problem.clean_logits, strategy, block_m, 1, num_warps, unroll2, reverse, fixed.relu or "clamp"
-    )
+        problem.heads, problem.clean_logits, strategy, block_m, 1, num_warps, unroll2, reverse,
+        fixed.relu or "clamp", fixed.reduce or "fma",
+    )  # fmt: skip
     return replace(config, split_n=fixed.split_n or _splits(problem, arch, config))
 
 

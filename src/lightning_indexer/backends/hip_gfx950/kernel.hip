@@ -52,7 +52,7 @@ extern "C"
     Keys even = load_keys(a, tile, seen.last, lane);
     Row block_rows[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) block_rows[r] = load_row(a, windows.m + r, lane);
+    for (int r = 0; r < ROWS; ++r) block_rows[r] = load_row(a, windows.m, r, lane);
     const Output to = output_of(a, windows.m, lane);
     wait_for_loads();
 #pragma clang loop unroll(disable)

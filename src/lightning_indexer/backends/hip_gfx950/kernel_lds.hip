@@ -104,7 +104,7 @@ extern "C"
     load_scales(a, stage, seen.last, even_scale, lane);
     Row wave_rows[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) wave_rows[r] = load_row(a, windows.m + r, lane);
+    for (int r = 0; r < ROWS; ++r) wave_rows[r] = load_row(a, windows.m, r, lane);
     const Output to = output_of(a, windows.m, lane);
     wait_for_loads();
 #pragma clang loop unroll(disable)
