@@ -1,4 +1,4 @@
-"""What test_gluon_simulated.py asks for, as one JSON line: ``python simulate_gluon.py many_rows|windows|faults|counts``."""
+"""What test_gluon_simulated.py asks for, as JSON: ``python simulate_gluon.py many_rows|windows|faults|counts``."""
 
 from __future__ import annotations
 
