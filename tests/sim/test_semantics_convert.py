@@ -57,18 +57,6 @@ def halfway(a: np.ndarray, steps: int) -> np.ndarray:
     return np.abs(np.abs(scaled - np.trunc(scaled)) - 0.5) < 0.01
 
 
-def stochastic(x: np.ndarray, random: np.ndarray, dtype, cut: int) -> np.ndarray:
-    """``cut`` bits of the fraction go: as many random bits, the upper ones, are added, then these are dropped."""
-    bits = x.view(U32) + (random >> U32(32 - cut)) & U32(0xFFFFFFFF << cut & 0xFFFFFFFF)
-    return encode(bits.view(F32), dtype)
-
-
-def well_inside(x: np.ndarray, dtype) -> np.ndarray:
-    """A normal number of the type, and far enough from its largest."""
-    limits = ml_dtypes.finfo(dtype)
-    return (np.abs(x) >= F32(limits.smallest_normal)) & (np.abs(x) < F32(limits.max) / 2)
-
-
 def low(x: np.ndarray, word: np.ndarray) -> np.ndarray:
     return x & U32(0xFFFF0000) | word
 
@@ -172,16 +160,6 @@ def eight_bit_rows(arch: str) -> list[Row]:
                 lambda a, t=dtype, byte=byte: decode(a, t)[:, byte])
             for byte in range(4)
         ]  # fmt: skip
-        # Stochastic: random bits are added below the fraction that stays, then the rest is cut off.
-        cut = {"fp8": 20, "bf8": 21}[name]
-        rows += [
-            Row(f"v_mov_b32 {{d}}, {{c}}\nv_cvt_sr_{name}_f32 {{d}}, {{a}}, {{b}} op_sel:[0,0,{byte & 1},{byte >> 1}]",
-                "f32 u32 u32 -> u32",
-                lambda a, b, c, t=dtype, cut=cut, byte=byte: c & ~U32(0xFF << 8 * byte) | stochastic(a, b, t, cut)
-                << U32(8 * byte),
-                domain=lambda a, b, c, t=dtype: well_inside(a, t))
-            for byte in range(4)
-        ]  # fmt: skip
     return [Row(row.asm, row.types, row.expected, archs=(arch,), domain=row.domain) for row in rows]
 
 
@@ -212,21 +190,21 @@ SCALED = Table(scaled_rows())
 TABLES = (INTEGERS, HALVES, EIGHT, SCALED)
 
 
-@pytest.mark.parametrize("row", INTEGERS.rows, ids=str)
-def test_integers(row):
-    INTEGERS.check(row)
+@pytest.mark.parametrize(("arch", "row"), INTEGERS.cases())
+def test_integers(arch, row):
+    INTEGERS.check(arch, row)
 
 
-@pytest.mark.parametrize("row", HALVES.rows, ids=str)
-def test_halves(row):
-    HALVES.check(row)
+@pytest.mark.parametrize(("arch", "row"), HALVES.cases())
+def test_halves(arch, row):
+    HALVES.check(arch, row)
 
 
-@pytest.mark.parametrize("row", EIGHT.rows, ids=str)
-def test_eight_bits(row):
-    EIGHT.check(row)
+@pytest.mark.parametrize(("arch", "row"), EIGHT.cases())
+def test_eight_bits(arch, row):
+    EIGHT.check(arch, row)
 
 
-@pytest.mark.parametrize("row", SCALED.rows, ids=str)
-def test_eight_bits_with_a_scale(row):
-    SCALED.check(row)
+@pytest.mark.parametrize(("arch", "row"), SCALED.cases())
+def test_eight_bits_with_a_scale(arch, row):
+    SCALED.check(arch, row)

@@ -139,21 +139,6 @@ def _to_float8(e: Emitter, ins: Instruction) -> None:
         e.put_low(number, text)
 
 
-def _stochastic_float8(e: Emitter, ins: Instruction) -> None:
-    """Adds the top 20 bits of the second operand below the mantissa, then rounds; one byte is written."""
-    from lightning_indexer.sim.valu import source
-
-    _plain(e, ins, opsel=12)
-    encode = e.const(_formats(e, ins).encode)
-    a, b = source(e, ins, 0, "f"), e.vector(ins, "src1", "u")
-    name = e.temporary()
-    e.line(f"{name} = stochastic({a}, {b})")
-    number, byte = ins.bits("vdst") - VGPR0, ins.bits("opsel") >> 2
-    e.use_vgpr(number)
-    where = "" if e.full else ", where=em"
-    e.line(f"copyto(v[{number}].view(uint8)[{byte}::4], {encode}({name}){where})")
-
-
 EMIT: dict[str, Callable[[Emitter, Instruction], None]] = {
     "CVT_F32_FP8": _from_float8,
     "CVT_F32_BF8": _from_float8,
@@ -165,6 +150,4 @@ EMIT: dict[str, Callable[[Emitter, Instruction], None]] = {
     "CVT_SCALEF32_PK_F32_BF8": _from_scaled,
     "CVT_SCALEF32_PK_FP8_F32": _to_scaled,
     "CVT_SCALEF32_PK_BF8_F32": _to_scaled,
-    "CVT_SR_FP8_F32": _stochastic_float8,
-    "CVT_SR_BF8_F32": _stochastic_float8,
 }

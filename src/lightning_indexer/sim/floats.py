@@ -245,14 +245,6 @@ def norm16(value: Lanes, low: float, scale: int, dtype: Any) -> Lanes:
     return np.rint(np.clip(clean, low, 1.0) * scale).astype(dtype)
 
 
-def stochastic(value: Lanes, random: Lanes) -> Lanes:
-    """Adds the top 20 bits of ``random`` to the mantissa of finite values, without carry into the exponent."""
-    bits = value.view(uint32)
-    mantissa = (bits & uint32(0x7FFFFF)) + (random >> uint32(12)) & uint32(0x7FFFFF)
-    moved = (bits & uint32(0xFF800000)) | mantissa
-    return where(np.isfinite(value), moved, bits).view(float32)
-
-
 def div_fmas(a: Lanes, b: Lanes, c: Lanes, scaled: Lanes) -> Lanes:
     return where(scaled, fma_f32(a, b, c) * 2.0**32, fma_f32(a, b, c)).astype(float32)
 
