@@ -7,6 +7,8 @@ same operands. Modes are those of compiled kernels: IEEE on, denormals kept, rou
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -140,6 +142,16 @@ def mnemonics(lines: str) -> set[str]:
     return set(re.findall(r"^\s*((?:[sv]|ds|buffer|global|flat|scratch)_[a-z0-9_]+)", lines, re.MULTILINE))
 
 
+@contextlib.contextmanager
+def on(*circumstances: Any) -> Iterator[None]:
+    """What fails inside says where."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note("on " + ", ".join(hex(one) if isinstance(one, int) else str(one) for one in circumstances))
+        raise
+
+
 class Table:
     """Rows that are run together; ``check`` compares one of them."""
 
@@ -151,17 +163,16 @@ class Table:
     def opcodes(self) -> set[str]:
         return set().union(*(mnemonics(row.asm) for row in self.rows))
 
-    def cases(self) -> list[Any]:
-        return [pytest.param(arch, row, id=f"{arch}-{row}") for arch in ARCHS for row in self.rows if arch in row.archs]
-
-    def check(self, arch: str, row: Row) -> None:
-        if (arch, id(row)) not in self.outcomes:
-            self._run_all(arch)
-        outcome = self.outcomes[arch, id(row)]
-        if isinstance(outcome, Exception):
-            raise outcome
-        for round_, got in enumerate(outcome):
-            compare(row, round_, got)
+    def check(self, row: Row) -> None:
+        for arch in row.archs:
+            if (arch, id(row)) not in self.outcomes:
+                self._run_all(arch)
+            outcome = self.outcomes[arch, id(row)]
+            with on(arch):
+                if isinstance(outcome, Exception):
+                    raise outcome
+                for round_, got in enumerate(outcome):
+                    compare(row, round_, got)
 
     def _run_all(self, arch: str) -> None:
         for rows in _batches([row for row in self.rows if arch in row.archs]):
@@ -250,6 +261,7 @@ def sentinel(register: int) -> np.ndarray:
     return (np.uint32(0xA5000000) + np.uint32(register << 8) + LANES.astype(np.uint32)).astype(np.uint32)
 
 
+@functools.cache
 def operand_registers(round_: int) -> dict[int, np.ndarray]:
     """Every operand register's 64 dwords."""
     rng = np.random.default_rng(1000 + round_)
@@ -360,6 +372,30 @@ def show(value: Any) -> str:
     return f"{array.tolist()} ({', '.join(f'{int(word):#x}' for word in raw)})"
 
 
+class Together:
+    """Runs many rows as one snippet, once for every set of circumstances; each alone where that fails.
+
+    Args:
+        rows: what ``run`` is given a list of.
+        run: of rows, the arch and other circumstances, gives the state afterwards. A row's place in it must not depend
+            on which other rows there are.
+    """
+
+    def __init__(self, rows: Iterable[Any], run: Callable[..., Any]) -> None:
+        self.rows, self.run = list(rows), run
+        self.states: dict[Any, Any] = {}
+
+    def state(self, row: Any, arch: str, *circumstances: Any) -> Any:
+        key = (arch, *circumstances)
+        if key not in self.states:
+            try:
+                self.states[key] = self.run([one for one in self.rows if arch in one.archs], *key)
+            except Exception:
+                self.states[key] = None
+        found = self.states[key]
+        return found if found is not None else self.run([row], *key)
+
+
 # Loads and stores.
 
 SOME = 0x8F31_7FFE_0FF0_A5C3  # an EXEC mask with holes everywhere
@@ -387,6 +423,12 @@ class Load:
     @property
     def registers(self) -> int:
         return max(1, self.bytes * len(self.offsets) // 4)
+
+    @property
+    def address(self) -> str:
+        """The VGPR with the lane's address: the first one that is named, if any."""
+        named = re.search(r"\bv\[?(\d+)", self.asm)
+        return named.group(1) if named else ""
 
     def line(self, first: int = 10) -> str:
         return self.asm.format(d=group("v", first, self.registers))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from semantics import ARCHS, FULL, LANES, OLD, ORDER, SOME, active_lanes, group, run_snippet
+from semantics import ARCHS, FULL, LANES, OLD, ORDER, SOME, Together, active_lanes, group, on, run_snippet
 
-from lightning_indexer.sim import Memory
+from lightning_indexer.sim import Memory, State
 
 WAIT = "\ns_waitcnt vmcnt(0) lgkmcnt(0)"
-masked = pytest.mark.parametrize("exec_mask", [FULL, SOME], ids=["full", "some"])
+MASKS = (FULL, SOME)
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Atomic:
     dtype: type
     expected: Callable[..., np.ndarray]
     operands: int = 1
+    archs: tuple[str, ...] = ARCHS
 
     @property
     def registers(self) -> int:
@@ -115,31 +117,66 @@ def dwords(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).view(np.uint32).reshape(64, -1).T
 
 
-@masked
-@pytest.mark.parametrize("row", LDS, ids=lambda row: row.name)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_lds(arch, row, exec_mask):
-    """With and without the old value; of a compare the first operand is compared with, the second stored."""
-    n = row.registers
+def registers(rows: list[Atomic], row: Atomic) -> tuple[int, int, int]:
+    """Where the data, what a compare compares with, and the result are: registers of the row's own."""
+    first = 8 + 6 * rows.index(row)
+    return first, first + 2, first + 4
+
+
+def operands(row: Atomic, rows: list[Atomic]) -> dict[int, np.ndarray]:
+    data, compared, result = registers(rows, row)
+    a, b = dwords(values(row.dtype, 2)), dwords(values(row.dtype, 3))
+    return dict(enumerate(a, data)) | dict(enumerate(b, compared)) | {result: OLD, result + 1: OLD}
+
+
+def contents(row: Atomic) -> np.ndarray:
+    """What memory holds before: each lane's value at the place of its own that ORDER gives, in dwords."""
+    found = np.zeros(64, row.dtype)
+    found[ORDER] = values(row.dtype, 1)
+    return found
+
+
+def check(row: Atomic, copies: list[np.ndarray], result: list[np.ndarray], exec_mask: int) -> None:
+    """The memory afterwards, in two copies, and what was returned."""
     old, a, b = (values(row.dtype, seed) for seed in (1, 2, 3))
-    addresses = ORDER * np.uint32(4 * n)
-    memory = np.zeros(64, row.dtype)
-    memory[ORDER] = old
-    vgprs = {0: addresses} | dict.fromkeys(range(10, 10 + n), OLD)
-    vgprs |= dict(enumerate(dwords(a), 2)) | dict(enumerate(dwords(b), 4))
-    data = ", ".join(group("v", 2 + 2 * i, n) for i in range(row.operands))
-    asm = f"{row.name} v0, {data}\n{returning(row.name)} {group('v', 10, n)}, v0, {data} offset:512{WAIT}"
-    lds = np.concatenate([memory.view(np.uint8), np.zeros(512 - memory.nbytes, np.uint8), memory.view(np.uint8)])
-    state = run_snippet(arch, asm, vgprs=vgprs, lds=lds, exec_mask=exec_mask)
-    active = active_lanes(exec_mask)
-    new = row.expected(old, b, a) if row.operands == 2 else row.expected(old, a)
-    expected = memory.copy()
+    new = row.expected(old, a, b) if row.operands == 2 else row.expected(old, a)
+    expected, active = contents(row), active_lanes(exec_mask)
     expected[ORDER] = np.where(active, new, old)
-    for start in (0, 512):
-        got = state.lds[start : start + memory.nbytes].view(row.dtype)
-        np.testing.assert_array_equal(got, expected)
-    for i, word in enumerate(dwords(old)):
-        np.testing.assert_array_equal(state.vgpr[10 + i], np.where(active, word, OLD))
+    for copy in copies:
+        np.testing.assert_array_equal(copy, expected)
+    for got, word in zip(result, dwords(old), strict=True):
+        np.testing.assert_array_equal(got, np.where(active, word, OLD))
+
+
+def run_lds(rows: list[Atomic], arch: str, exec_mask: int) -> State:
+    """Each row on 1 KiB of its own: without the old value on the first half, with it on the second."""
+    lines, lds, vgprs = [], np.zeros((len(LDS), 2, 512), np.uint8), {}
+    for row in rows:
+        n, start = row.registers, 1024 * LDS.index(row)
+        data, compared, result = registers(LDS, row)
+        # Of a compare the first operand is compared with, the second stored.
+        sources = [group("v", compared, n)] * (row.operands == 2) + [group("v", data, n)]
+        both, address = ", ".join(sources), n  # v1: dwords apart, v2: pairs
+        lines.append(f"{row.name} v{address}, {both} offset:{start}")
+        lines.append(f"{returning(row.name)} {group('v', result, n)}, v{address}, {both} offset:{start + 512}")
+        lds[LDS.index(row), :, : 256 * n] = contents(row).view(np.uint8)
+        vgprs |= operands(row, LDS)
+    vgprs |= {1: ORDER * np.uint32(4), 2: ORDER * np.uint32(8)}
+    return run_snippet(arch, "\n".join(lines) + WAIT, vgprs=vgprs, lds=lds.reshape(-1), exec_mask=exec_mask)
+
+
+lds_together = Together(LDS, run_lds)
+
+
+@pytest.mark.parametrize("row", LDS, ids=lambda row: row.name)
+def test_lds(row):
+    start, size = 1024 * LDS.index(row), 256 * row.registers
+    for arch, exec_mask in itertools.product(ARCHS, MASKS):
+        with on(arch, exec_mask):
+            state = lds_together.state(row, arch, exec_mask)
+            copies = [state.lds[at : at + size].view(row.dtype) for at in (start, start + 512)]
+            result = [state.vgpr[registers(LDS, row)[2] + i] for i in range(row.registers)]
+            check(row, copies, result, exec_mask)
 
 
 @pytest.mark.parametrize("name", LDS_RETURNING)
@@ -155,33 +192,73 @@ def test_lds_exchange(arch, name):
     np.testing.assert_array_equal(state.lds[: old.nbytes], a.view(np.uint8))
 
 
-@masked
+def run_global(rows: list[Atomic], arch: str, exec_mask: int) -> tuple[State, np.ndarray]:
+    """Each row on 1 KiB of its own, whose address is in SGPRs of its own; sc0 returns the old value."""
+    content = np.zeros((len(GLOBAL), 2, 512), np.uint8)
+    memory = Memory()
+    base = memory.register("content", content)
+    lines: list[str] = []
+    vgprs, sgprs = {1: ORDER * np.uint32(4), 2: ORDER * np.uint32(8)}, {}
+    for row in rows:
+        n, number = row.registers, GLOBAL.index(row)
+        data, _, result = registers(GLOBAL, row)
+        # Of a compare the data are the new value, then what it is compared with.
+        words = np.concatenate([dwords(values(row.dtype, seed)) for seed in (2, 3)])
+        vgprs |= operands(row, GLOBAL) | dict(enumerate(words, data))
+        address, pair = base + 1024 * number, 40 + 2 * number
+        sgprs |= {pair: address & 0xFFFFFFFF, pair + 1: address >> 32}
+        where = f"{group('v', data, n * row.operands)}, s[{pair}:{pair + 1}]"
+        lines.append(f"{row.name} v{n}, {where}")
+        lines.append(f"{row.name} {group('v', result, n)}, v{n}, {where} offset:512 sc0")
+        content[number, :, : 256 * n] = contents(row).view(np.uint8)
+    asm = "\n".join(lines) + WAIT
+    return run_snippet(arch, asm, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask), content
+
+
+global_together = Together(GLOBAL, run_global)
+
+
 @pytest.mark.parametrize("row", GLOBAL, ids=lambda row: row.name)
+def test_global(row):
+    for arch, exec_mask in itertools.product(ARCHS, MASKS):
+        with on(arch, exec_mask):
+            state, content = global_together.state(row, arch, exec_mask)
+            copies = list(content[GLOBAL.index(row), :, : 256 * row.registers].view(row.dtype))
+            result = [state.vgpr[registers(GLOBAL, row)[2] + i] for i in range(row.registers)]
+            check(row, copies, result, exec_mask)
+
+
+BUFFER = ("buffer_atomic_add", "buffer_atomic_umax", "buffer_atomic_swap", "buffer_atomic_add_x2")
+FLAT = ("flat_atomic_add", "flat_atomic_smax", "flat_atomic_add_x2")
+PLAIN = {"add": lambda old, a: old + a, "umax": np.maximum, "swap": lambda old, a: a, "smax": np.maximum}
+
+
+@pytest.mark.parametrize("exec_mask", MASKS, ids=["full", "some"])
+@pytest.mark.parametrize("name", [*BUFFER, *FLAT])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_global(arch, row, exec_mask):
-    """sc0 returns the old value; of a compare the data are the new value, then what it is compared with."""
-    n = row.registers
-    old, a, b = (values(row.dtype, seed) for seed in (1, 2, 3))
-    content = np.zeros((2, 64), row.dtype)
-    content[:, ORDER] = old
+def test_buffer_and_flat(arch, name, exec_mask):
+    """Out of a buffer's range nothing is written; what is returned there is not in the documents."""
+    dtype = U64 if name.endswith("x2") else I32 if "smax" in name else U32
+    n = np.dtype(dtype).itemsize // 4
+    old, a = values(dtype, 1), values(dtype, 2)
+    content = old.copy()
     memory = Memory()
     address = memory.register("content", content)
-    at = np.uint64(address) + ORDER.astype(np.uint64) * np.uint64(4 * n)
-    vgprs = {0: at.astype(np.uint32), 1: (at >> np.uint64(32)).astype(np.uint32)} | dict.fromkeys(
-        range(10, 10 + n), OLD
-    )
-    vgprs |= dict(enumerate(np.concatenate([dwords(a), dwords(b)]), 2))
-    data = group("v", 2, n * row.operands)
-    result = group("v", 10, n)
-    asm = f"{row.name} v[0:1], {data}, off\n{row.name} {result}, v[0:1], {data}, off offset:{256 * n} sc0{WAIT}"
-    state = run_snippet(arch, asm, vgprs=vgprs, memory=memory, exec_mask=exec_mask)
+    inside = LANES < 48 if name in BUFFER else LANES >= 0
+    offsets = (LANES * 4 * n).astype(np.uint64)
+    at = np.uint64(address) + offsets
+    vgprs = {0: at.astype(np.uint32), 1: (at >> np.uint64(32)).astype(np.uint32), 6: offsets.astype(np.uint32)}
+    vgprs |= dict(enumerate(dwords(a), 2)) | {10 + i: word for i, word in enumerate(dwords(a))}
+    sgprs = {24: address & 0xFFFFFFFF, 25: address >> 32, 26: 48 * 4 * n, 27: 0x27000}
+    # A returning buffer atomic gives the old value in its data registers, a flat one in registers of its own.
+    data, result = group("v", 2, n), group("v", 10, n)
+    asm = f"{name} {result}, v6, s[24:27], 0 offen sc0" if name in BUFFER else f"{name} {result}, v[0:1], {data} sc0"
+    state = run_snippet(arch, asm + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask)
     active = active_lanes(exec_mask)
-    new = row.expected(old, a, b) if row.operands == 2 else row.expected(old, a)
-    expected = np.zeros(64, row.dtype)
-    expected[ORDER] = np.where(active, new, old)
-    np.testing.assert_array_equal(content, np.stack([expected, expected]))
-    for i, word in enumerate(dwords(old)):
-        np.testing.assert_array_equal(state.vgpr[10 + i], np.where(active, word, OLD))
+    np.testing.assert_array_equal(content, np.where(active & inside, PLAIN[name.split("_")[2]](old, a), old))
+    known = inside | ~active
+    for i, (word, before) in enumerate(zip(dwords(old), dwords(a), strict=True)):
+        np.testing.assert_array_equal(state.vgpr[10 + i][known], np.where(active, word, before)[known])
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -114,24 +114,24 @@ EXEC = Table(
 TABLES = (INTEGERS, FLOATS, SCALARS, EXEC)
 
 
-@pytest.mark.parametrize(("arch", "row"), INTEGERS.cases())
-def test_integers(arch, row):
-    INTEGERS.check(arch, row)
+@pytest.mark.parametrize("row", INTEGERS.rows, ids=str)
+def test_integers(row):
+    INTEGERS.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), FLOATS.cases())
-def test_floats(arch, row):
-    FLOATS.check(arch, row)
+@pytest.mark.parametrize("row", FLOATS.rows, ids=str)
+def test_floats(row):
+    FLOATS.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), SCALARS.cases())
-def test_scalar_operands(arch, row):
-    SCALARS.check(arch, row)
+@pytest.mark.parametrize("row", SCALARS.rows, ids=str)
+def test_scalar_operands(row):
+    SCALARS.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), EXEC.cases())
-def test_into_exec(arch, row):
-    EXEC.check(arch, row)
+@pytest.mark.parametrize("row", EXEC.rows, ids=str)
+def test_into_exec(row):
+    EXEC.check(row)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

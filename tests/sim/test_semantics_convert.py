@@ -190,21 +190,21 @@ SCALED = Table(scaled_rows())
 TABLES = (INTEGERS, HALVES, EIGHT, SCALED)
 
 
-@pytest.mark.parametrize(("arch", "row"), INTEGERS.cases())
-def test_integers(arch, row):
-    INTEGERS.check(arch, row)
+@pytest.mark.parametrize("row", INTEGERS.rows, ids=str)
+def test_integers(row):
+    INTEGERS.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), HALVES.cases())
-def test_halves(arch, row):
-    HALVES.check(arch, row)
+@pytest.mark.parametrize("row", HALVES.rows, ids=str)
+def test_halves(row):
+    HALVES.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), EIGHT.cases())
-def test_eight_bits(arch, row):
-    EIGHT.check(arch, row)
+@pytest.mark.parametrize("row", EIGHT.rows, ids=str)
+def test_eight_bits(row):
+    EIGHT.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), SCALED.cases())
-def test_eight_bits_with_a_scale(arch, row):
-    SCALED.check(arch, row)
+@pytest.mark.parametrize("row", SCALED.rows, ids=str)
+def test_eight_bits_with_a_scale(row):
+    SCALED.check(row)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from semantics import ARCHS, FULL, LANES, OLD, SOME, active_lanes, mnemonics, run_snippet
+from semantics import ARCHS, FULL, LANES, OLD, SOME, active_lanes, mnemonics, on, run_snippet
 
 A = (0xA0000000 + LANES * 0x01010101 % 0x10000000).astype(np.uint32)
 B = np.random.default_rng(5).integers(0, 2**32, 64, np.uint32)
@@ -52,23 +52,25 @@ def dpp(source: np.ndarray, row_mask: int, bank_mask: int, zero: bool, enabled: 
     return np.where(valid, source, 0), ~valid, written
 
 
-@pytest.mark.parametrize("exec_mask", [FULL, SOME], ids=["full", "some"])
+DPP = list(itertools.product(OPERATIONS, MASKS, (False, True)))
+
+
 @pytest.mark.parametrize("control", CONTROLS)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_dpp(arch, control, exec_mask):
+def test_dpp(control):
     """Masked lanes are not written; nor, without bound_ctrl, those whose source is outside or disabled."""
-    cases = list(itertools.product(OPERATIONS, MASKS, (False, True)))
     lines = []
-    for number, (operation, (row_mask, bank_mask), zero) in enumerate(cases):
+    for number, (operation, (row_mask, bank_mask), zero) in enumerate(DPP):
         modifiers = f"{control} row_mask:{row_mask:#x} bank_mask:{bank_mask:#x}{' bound_ctrl:1' if zero else ''}"
         lines.append(f"{operation.format(d=10 + number)} {modifiers}")
-    vgprs = {0: A, 1: B, 2: FLOATS[0], 3: FLOATS[1]} | {10 + number: OLD for number in range(len(cases))}
-    state = run_snippet(arch, "\n".join(lines), vgprs=vgprs, exec_mask=exec_mask)
-    for number, (operation, (row_mask, bank_mask), zero) in enumerate(cases):
-        lane, nothing, written = dpp(CONTROLS[control], row_mask, bank_mask, zero, active_lanes(exec_mask))
-        first, second = (FLOATS[0], FLOATS[1]) if "f32" in operation else (A, B)
-        result = OPERATIONS[operation](np.where(nothing, np.uint32(0), first[lane]), second)
-        np.testing.assert_array_equal(state.vgpr[10 + number], np.where(written, result, OLD), lines[number])
+    vgprs = {0: A, 1: B, 2: FLOATS[0], 3: FLOATS[1]} | {10 + number: OLD for number in range(len(DPP))}
+    for arch, exec_mask in itertools.product(ARCHS, (FULL, SOME)):
+        state = run_snippet(arch, "\n".join(lines), vgprs=vgprs, exec_mask=exec_mask)
+        for number, (operation, masks, zero) in enumerate(DPP):
+            lane, nothing, written = dpp(CONTROLS[control], *masks, zero, active_lanes(exec_mask))
+            first, second = (FLOATS[0], FLOATS[1]) if "f32" in operation else (A, B)
+            result = OPERATIONS[operation](np.where(nothing, np.uint32(0), first[lane]), second)
+            with on(lines[number], arch, exec_mask):
+                np.testing.assert_array_equal(state.vgpr[10 + number], np.where(written, result, OLD))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -140,8 +142,7 @@ UNUSED = ("UNUSED_PAD", "UNUSED_SEXT", "UNUSED_PRESERVE")
 
 
 @pytest.mark.parametrize("row", SDWA, ids=lambda row: row.name)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_sdwa(arch, row):
+def test_sdwa(row):
     cases = [
         (sources, place, unused, signed)
         for sources, (place, unused), signed in itertools.product(
@@ -158,14 +159,16 @@ def test_sdwa(arch, row):
         selects = f"src0_sel:{first}" if "v_mov" in row.name else f"src0_sel:{first} src1_sel:{second}"
         lines.append(f"{row.name} v{10 + number}, {operands}{vcc} dst_sel:{place} dst_unused:{unused} {selects}")
     vgprs = {0: A * np.uint32(0x9E3779B1), 1: B} | {10 + number: OLD for number in range(len(cases))}
-    state = run_snippet(arch, "\n".join(lines), vgprs=vgprs, vcc=SOME, exec_mask=SOME)
+    states = [run_snippet(arch, "\n".join(lines), vgprs=vgprs, vcc=SOME, exec_mask=SOME) for arch in ARCHS]
     for number, ((first, second), place, unused, signed) in enumerate(cases):
         signed = signed and "cndmask" not in row.name
         result = row.expected(selected(vgprs[0], first, signed), selected(vgprs[1], second, signed)).astype(np.uint32)
         result &= np.uint32(2**row.bits - 1)
         expected = np.where(active_lanes(SOME), placed(result, place, unused, OLD), OLD)
         looked_at = np.uint32(0xFFFF if place == "DWORD" and row.bits == 16 else 0xFFFFFFFF)
-        np.testing.assert_array_equal(state.vgpr[10 + number] & looked_at, expected & looked_at, lines[number])
+        for arch, state in zip(ARCHS, states, strict=True):
+            with on(lines[number], arch):
+                np.testing.assert_array_equal(state.vgpr[10 + number] & looked_at, expected & looked_at)
 
 
 def test_sdwa_scalar_operand_floats_and_compares():

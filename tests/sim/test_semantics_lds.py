@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from semantics import ARCHS, DATA, FULL, LANES, OLD, ORDER, SOME, Load, Store, mnemonics, run_snippet
+from semantics import ARCHS, DATA, FULL, LANES, OLD, ORDER, SOME, Load, Store, Together, mnemonics, on, run_snippet
 
-from lightning_indexer.sim import Options
+from lightning_indexer.sim import Options, State
 
 SIZE = 16384
 LDS = np.random.default_rng(21).integers(0, 256, SIZE, np.uint8)
 WAIT = "\ns_waitcnt lgkmcnt(0)"
 OPTIONS = [Options(poison=False, deferred=False), Options(poison=False, deferred=True)]
-deferred = pytest.mark.parametrize("options", OPTIONS, ids=["at-once", "deferred"])
-masked = pytest.mark.parametrize("exec_mask", [FULL, SOME], ids=["full", "some"])
+CIRCUMSTANCES = list(itertools.product(ARCHS, (FULL, SOME), OPTIONS))
 
 LOADS = [
-    Load("ds_read_u8 {d}, v0", 1),
-    Load("ds_read_u8 {d}, v0 offset:3", 1, (3,)),
-    Load("ds_read_i8 {d}, v0 offset:1", 1, (1,), signed=True),
-    Load("ds_read_u16 {d}, v0", 2),
-    Load("ds_read_u16 {d}, v0 offset:2048", 2, (2048,)),
-    Load("ds_read_i16 {d}, v0 offset:2", 2, (2,), signed=True),
-    Load("ds_read_u8_d16 {d}, v0", 1, half=0),
-    Load("ds_read_u8_d16_hi {d}, v0", 1, half=1),
-    Load("ds_read_i8_d16 {d}, v0", 1, signed=True, half=0),
-    Load("ds_read_i8_d16_hi {d}, v0", 1, signed=True, half=1),
-    Load("ds_read_u16_d16 {d}, v0", 2, half=0),
-    Load("ds_read_u16_d16_hi {d}, v0", 2, half=1),
+    Load("ds_read_u8 {d}, v1", 1),
+    Load("ds_read_u8 {d}, v1 offset:3", 1, (3,)),
+    Load("ds_read_i8 {d}, v1 offset:1", 1, (1,), signed=True),
+    Load("ds_read_u16 {d}, v2", 2),
+    Load("ds_read_u16 {d}, v2 offset:2048", 2, (2048,)),
+    Load("ds_read_i16 {d}, v2 offset:2", 2, (2,), signed=True),
+    Load("ds_read_u8_d16 {d}, v1", 1, half=0),
+    Load("ds_read_u8_d16_hi {d}, v1", 1, half=1),
+    Load("ds_read_i8_d16 {d}, v1", 1, signed=True, half=0),
+    Load("ds_read_i8_d16_hi {d}, v1", 1, signed=True, half=1),
+    Load("ds_read_u16_d16 {d}, v2", 2, half=0),
+    Load("ds_read_u16_d16_hi {d}, v2", 2, half=1),
     Load("ds_read_b32 {d}, v0", 4),
     Load("ds_read_b32 {d}, v0 offset:8188", 4, (8188,)),
     Load("ds_read_b64 {d}, v0 offset:8", 8, (8,)),
@@ -60,28 +61,41 @@ TRANSPOSES = {"ds_read_b64_tr_b16": 16, "ds_read_b64_tr_b8": 8, "ds_read_b64_tr_
 OPCODES = mnemonics("\n".join(row.asm for row in [*LOADS, *STORES])) | set(TRANSPOSES)
 
 
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
+# Byte addresses of whole, of odd and of even alignment, in v0, v1 and v2.
+ADDRESSES = {"0": ORDER * np.uint32(48), "1": ORDER * np.uint32(49), "2": ORDER * np.uint32(50)}
+
+
+def run_loads(loads: list[Load], arch: str, exec_mask: int, options: Options) -> State:
+    asm = "\n".join(load.line(place(load)) for load in loads)
+    vgprs = {int(number): values for number, values in ADDRESSES.items()} | dict.fromkeys(range(10, 256), OLD)
+    return run_snippet(arch, asm + WAIT, vgprs=vgprs, lds=LDS, exec_mask=exec_mask, options=options)
+
+
+def place(load: Load) -> int:
+    return 10 + 4 * LOADS.index(load)
+
+
+loads_together = Together(LOADS, run_loads)
+
+
 @pytest.mark.parametrize("load", LOADS, ids=str)
-def test_load(arch, load, exec_mask, options):
-    addresses = ORDER * np.uint32(48 if load.bytes >= 4 else 48 + load.bytes)
-    vgprs = {0: addresses} | {10 + n: OLD for n in range(load.registers)}
-    state = run_snippet(arch, load.line() + WAIT, vgprs=vgprs, lds=LDS, exec_mask=exec_mask, options=options)
-    load.check(state, load.values(LDS, addresses), exec_mask)
+def test_load(load):
+    expected = load.values(LDS, ADDRESSES[load.address])
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        with on(arch, exec_mask, options):
+            load.check(loads_together.state(load, arch, exec_mask, options), expected, exec_mask, place(load))
 
 
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("store", STORES, ids=str)
-def test_store(arch, store, exec_mask, options):
+def test_store(store):
     addresses = ORDER * np.uint32(store.bytes * (3 if store.offsets[-1] < 64 else 1))
     vgprs = {0: addresses, 2: DATA[0], 3: DATA[1], 4: DATA[2], 5: DATA[3]}
-    state = run_snippet(arch, store.asm + WAIT, vgprs=vgprs, lds=LDS, exec_mask=exec_mask, options=options)
-    expected = LDS.copy()
-    store.apply(expected, addresses, exec_mask)
-    np.testing.assert_array_equal(state.lds[:SIZE], expected)
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        with on(arch, exec_mask, options):
+            state = run_snippet(arch, store.asm + WAIT, vgprs=vgprs, lds=LDS, exec_mask=exec_mask, options=options)
+            expected = LDS.copy()
+            store.apply(expected, addresses, exec_mask)
+            np.testing.assert_array_equal(state.lds[:SIZE], expected)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -95,7 +109,7 @@ def test_accumulation_registers_load_and_store(arch):
     np.testing.assert_array_equal(state.lds[8192 : 8192 + 512], LDS[:512])
 
 
-@deferred
+@pytest.mark.parametrize("options", OPTIONS, ids=["at-once", "deferred"])
 @pytest.mark.parametrize("name", TRANSPOSES)
 @pytest.mark.parametrize("offset", [0, 512])
 def test_transposing_read(name, offset, options):

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from semantics import ARCHS, DATA, FULL, LANES, OLD, ORDER, SOME, Load, Store, active_lanes, mnemonics, run_snippet
+from semantics import (
+    ARCHS,
+    DATA,
+    FULL,
+    LANES,
+    OLD,
+    ORDER,
+    SOME,
+    Load,
+    Store,
+    Together,
+    active_lanes,
+    group,
+    mnemonics,
+    on,
+    run_snippet,
+)
 
-from lightning_indexer.sim import Memory, Options
+from lightning_indexer.sim import Memory, Options, State
 
 SIZE = 16384
 CONTENT = np.random.default_rng(31).integers(0, 256, SIZE, np.uint8)
 MIDDLE = 4096  # where the tests' addresses point, so that negative offsets stay inside
 WAIT = "\ns_waitcnt vmcnt(0) lgkmcnt(0)"
 OPTIONS = [Options(poison=False, deferred=False), Options(poison=False, deferred=True)]
-deferred = pytest.mark.parametrize("options", OPTIONS, ids=["at-once", "deferred"])
+CIRCUMSTANCES = list(itertools.product(ARCHS, (FULL, SOME), OPTIONS))
 masked = pytest.mark.parametrize("exec_mask", [FULL, SOME], ids=["full", "some"])
 BOTH = ("gfx942", "gfx950")
 NEW = ("gfx950",)
@@ -66,74 +84,145 @@ def pointers(base: int, offsets: np.ndarray) -> dict[int, np.ndarray]:
     return {0: low.astype(np.uint32), 1: high.astype(np.uint32), 6: offsets.astype(np.uint32)}
 
 
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("load", GLOBAL_LOADS, ids=str)
-def test_global_load(arch, load, exec_mask, options):
-    memory = Memory()
-    address = memory.register("content", CONTENT, writable=False) + MIDDLE
-    offsets = ORDER * np.uint32(52) + np.uint32(1 if load.bytes < 2 else 0)
-    vgprs = pointers(address, offsets) | {10 + n: OLD for n in range(load.registers)}
-    sgprs = dict(zip((20, 21), low_high(address), strict=True))
-    state = run_snippet(
-        arch, load.line() + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options
-    )
-    load.check(state, load.values(CONTENT, MIDDLE + offsets), exec_mask)
-
-
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("store", GLOBAL_STORES, ids=str)
-def test_global_store(arch, store, exec_mask, options):
-    memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
-    address = memory.register("content", content) + MIDDLE
-    offsets = ORDER * np.uint32(20)
-    vgprs = pointers(address, offsets) | {2: DATA[0], 3: DATA[1], 4: DATA[2], 5: DATA[3]}
-    sgprs = dict(zip((20, 21), low_high(address), strict=True))
-    run_snippet(arch, store.asm + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
-    store.apply(expected, MIDDLE + offsets, exec_mask)
-    np.testing.assert_array_equal(content, expected)
-
-
-# Result registers, dwords, and byte offset from the address in s[20:21]; s22 is 64.
-SCALAR_LOADS = {
-    "s_load_dword s40, s[20:21], 0x0": (40, 1, 0),
-    "s_load_dword s40, s[20:21], 0x58": (40, 1, 0x58),
-    "s_load_dword s40, s[20:21], -0x10": (40, 1, -0x10),
-    "s_load_dword s40, s[20:21], s22": (40, 1, 64),
-    "s_load_dword s40, s[20:21], s22 offset:0x8": (40, 1, 72),
-    "s_load_dwordx2 s[40:41], s[20:21], 0x48": (40, 2, 0x48),
-    "s_load_dwordx4 s[40:43], s[20:21], 0x28": (40, 4, 0x28),
-    "s_load_dwordx8 s[40:47], s[20:21], 0x8": (40, 8, 8),
-    "s_load_dwordx16 s[40:55], s[20:21], 0x400": (40, 16, 0x400),
-    "s_buffer_load_dword s40, s[24:27], 0x10": (40, 1, 0x10),
-    "s_buffer_load_dwordx2 s[40:41], s[24:27], s22": (40, 2, 64),
-    "s_buffer_load_dwordx4 s[40:43], s[24:27], 0x20": (40, 4, 0x20),
-    "s_buffer_load_dwordx8 s[40:47], s[24:27], 0x40": (40, 8, 0x40),
-    "s_buffer_load_dwordx16 s[40:55], s[24:27], 0x0": (40, 16, 0),
-}
-
-
 def resource(base: int, records: int, stride: int = 0) -> dict[int, int]:
     """s[24:27]: a linear buffer of 32-bit data."""
     return {24: base & 0xFFFFFFFF, 25: base >> 32 | stride << 16, 26: records, 27: 0x00027000}
 
 
-@deferred
+OFFSETS = ORDER * np.uint32(52)
+
+
+def place(load: Load) -> int:
+    return 10 + 4 * ([*GLOBAL_LOADS, *BUFFER_LOADS].index(load) % len(GLOBAL_LOADS))
+
+
+def run_global_loads(loads: list[Load], arch: str, exec_mask: int, options: Options) -> State:
+    memory = Memory()
+    address = memory.register("content", CONTENT, writable=False) + MIDDLE
+    asm = "\n".join(load.line(place(load)) for load in loads)
+    vgprs = pointers(address, OFFSETS) | dict.fromkeys(range(10, 256), OLD)
+    sgprs = dict(zip((20, 21), low_high(address), strict=True))
+    return run_snippet(arch, asm + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
+
+
+global_loads = Together(GLOBAL_LOADS, run_global_loads)
+
+
+@pytest.mark.parametrize("load", GLOBAL_LOADS, ids=str)
+def test_global_load(load):
+    expected = load.values(CONTENT, MIDDLE + OFFSETS)
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        with on(arch, exec_mask, options):
+            load.check(global_loads.state(load, arch, exec_mask, options), expected, exec_mask, place(load))
+
+
+@pytest.mark.parametrize("store", GLOBAL_STORES, ids=str)
+def test_global_store(store):
+    offsets = ORDER * np.uint32(20)
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
+        address = memory.register("content", content) + MIDDLE
+        vgprs = pointers(address, offsets) | {2: DATA[0], 3: DATA[1], 4: DATA[2], 5: DATA[3]}
+        sgprs = dict(zip((20, 21), low_high(address), strict=True))
+        store.apply(expected, MIDDLE + offsets, exec_mask)
+        with on(arch, exec_mask, options):
+            asm = store.asm + WAIT
+            run_snippet(arch, asm, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
+            np.testing.assert_array_equal(content, expected)
+
+
+@masked
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("asm", SCALAR_LOADS)
-def test_scalar_load(arch, asm, options):
+def test_accumulation_registers_load_and_store(arch, exec_mask):
+    asm = f"""global_load_dwordx2 a[2:3], v[0:1], off
+        buffer_load_dword a4, v6, s[24:27], 0 offen{WAIT}
+        global_store_dwordx2 v[0:1], a[2:3], off offset:2048
+        buffer_store_dword a4, v6, s[24:27], 0 offen offset:1024{WAIT}"""
+    memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
+    address = memory.register("content", content)
+    offsets = (LANES * 8).astype(np.uint32)
+    vgprs = pointers(address, offsets)
+    agprs = dict.fromkeys((2, 3, 4), OLD)
+    state = run_snippet(
+        arch, asm, vgprs=vgprs, agprs=agprs, sgprs=resource(address, SIZE), memory=memory, exec_mask=exec_mask
+    )
+    words, active = CONTENT[:512].view(np.uint32).reshape(64, 2), active_lanes(exec_mask)
+    for register, loaded in ((2, words[:, 0]), (3, words[:, 1]), (4, words[:, 0])):
+        np.testing.assert_array_equal(state.agpr[register], np.where(active, loaded, OLD))
+    for lane in np.flatnonzero(active):
+        start = 8 * int(lane)
+        expected[2048 + start : 2048 + start + 8] = CONTENT[start : start + 8]
+        expected[1024 + start : 1024 + start + 4] = CONTENT[start : start + 4]
+    np.testing.assert_array_equal(content, expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_lanes_of_one_instruction_in_several_buffers(arch):
+    contents = [CONTENT[:512].copy(), CONTENT[512:1024].copy(), CONTENT[1024:1536].copy()]
+    memory = Memory()
+    bases = np.array([memory.register(f"content {n}", content) for n, content in enumerate(contents)], np.uint64)
+    which = ORDER % 3
+    at = bases[which] + (LANES * 8).astype(np.uint64)
+    vgprs = {0: at.astype(np.uint32), 1: (at >> np.uint64(32)).astype(np.uint32), 2: DATA[0], 10: OLD}
+    asm = f"global_load_dword v10, v[0:1], off{WAIT}\nglobal_store_dword v[0:1], v2, off offset:4{WAIT}"
+    state = run_snippet(arch, asm, vgprs=vgprs, memory=memory)
+    words = np.stack([CONTENT[512 * n : 512 * (n + 1)].view(np.uint32).reshape(64, 2) for n in range(3)])
+    np.testing.assert_array_equal(state.vgpr[10], words[which, LANES, 0])
+    words[which, LANES, 1] = DATA[0]
+    np.testing.assert_array_equal(np.stack(contents), words.reshape(3, -1).view(np.uint8))
+
+
+# Dwords, and byte offset from the address in s[20:21]; s22 is 64.
+SCALAR_LOADS = {
+    "s_load_dword {d}, s[20:21], 0x0": (1, 0),
+    "s_load_dword {d}, s[20:21], 0x58": (1, 0x58),
+    "s_load_dword {d}, s[20:21], -0x10": (1, -0x10),
+    "s_load_dword {d}, s[20:21], s22": (1, 64),
+    "s_load_dword {d}, s[20:21], s22 offset:0x8": (1, 72),
+    "s_load_dwordx2 {d}, s[20:21], 0x48": (2, 0x48),
+    "s_load_dwordx4 {d}, s[20:21], 0x28": (4, 0x28),
+    "s_load_dwordx8 {d}, s[20:21], 0x8": (8, 8),
+    "s_load_dwordx16 {d}, s[20:21], 0x400": (16, 0x400),
+    "s_buffer_load_dword {d}, s[24:27], 0x10": (1, 0x10),
+    "s_buffer_load_dwordx2 {d}, s[24:27], s22": (2, 64),
+    "s_buffer_load_dwordx4 {d}, s[24:27], 0x20": (4, 0x20),
+    "s_buffer_load_dwordx8 {d}, s[24:27], 0x40": (8, 0x40),
+    "s_buffer_load_dwordx16 {d}, s[24:27], 0x0": (16, 0),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["at-once", "deferred"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_scalar_loads(arch, options):
     """EXEC plays no part."""
-    first, count, offset = SCALAR_LOADS[asm]
     memory = Memory()
     address = memory.register("content", CONTENT, writable=False) + MIDDLE
     sgprs = dict(zip((20, 21), low_high(address), strict=True)) | {22: 64} | resource(address, 4096)
-    state = run_snippet(arch, asm + WAIT, sgprs=sgprs, memory=memory, exec_mask=0, options=options)
-    start = MIDDLE + offset
-    expected = CONTENT[start : start + 4 * count].view(np.uint32)
-    assert [state.sgpr[first + n] for n in range(count)] == expected.tolist()
+    lines, places = [], []
+    for asm, (count, offset) in SCALAR_LOADS.items():
+        lines += [asm.format(d=group("s", 40, count)), "s_waitcnt lgkmcnt(0)"]
+        lines += [f"v_writelane_b32 v{10 + len(places)}, s{40 + n}, {n}" for n in range(count)]
+        places.append((asm, count, MIDDLE + offset))
+    state = run_snippet(arch, "\n".join(lines), sgprs=sgprs, memory=memory, exec_mask=0, options=options)
+    for number, (asm, count, start) in enumerate(places):
+        expected = CONTENT[start : start + 4 * count].view(np.uint32)
+        np.testing.assert_array_equal(state.vgpr[10 + number][:count], expected, asm)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_scalar_buffer_bounds(arch):
+    """The document only says that dwords out of range are not read; LLVM counts on zeros."""
+    asm = f"""s_buffer_load_dwordx4 s[40:43], s[24:27], 0x0
+        s_buffer_load_dwordx4 s[44:47], s[24:27], 0x8
+        s_buffer_load_dwordx2 s[48:49], s[24:27], s22
+        s_buffer_load_dword s50, s[24:27], 0x10{WAIT}"""
+    memory = Memory()
+    address = memory.register("content", CONTENT[:16], writable=False)
+    state = run_snippet(
+        arch, asm, sgprs=resource(address, 16) | {22: 64} | dict.fromkeys(range(40, 51), 7), memory=memory
+    )
+    words = CONTENT[:16].view(np.uint32).tolist()
+    assert [state.sgpr[n] for n in range(40, 51)] == [*words, *words[2:], *[0] * 5]
 
 
 BUFFER_LOADS = [
@@ -162,37 +251,38 @@ BUFFER_STORES = [
 ]
 
 
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("load", BUFFER_LOADS, ids=str)
-def test_buffer_load(arch, load, exec_mask, options):
+def run_buffer_loads(loads: list[Load], arch: str, exec_mask: int, options: Options) -> State:
     memory = Memory()
     address = memory.register("content", CONTENT, writable=False)
-    offsets = ORDER * np.uint32(52)
-    vgprs = {0: offsets} | {10 + n: OLD for n in range(load.registers)}
+    asm = "\n".join(load.line(place(load)) for load in loads)
+    vgprs = {0: OFFSETS} | dict.fromkeys(range(10, 256), OLD)
     sgprs = resource(address, SIZE) | {22: 64}
-    state = run_snippet(
-        arch, load.line() + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options
-    )
-    if " off," in load.asm:
-        offsets = np.zeros(64, np.uint32)
-    load.check(state, load.values(CONTENT, offsets), exec_mask)
+    return run_snippet(arch, asm + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
 
 
-@deferred
-@masked
-@pytest.mark.parametrize("arch", ARCHS)
+buffer_loads = Together(BUFFER_LOADS, run_buffer_loads)
+
+
+@pytest.mark.parametrize("load", BUFFER_LOADS, ids=str)
+def test_buffer_load(load):
+    expected = load.values(CONTENT, OFFSETS * np.uint32(load.address != ""))
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        with on(arch, exec_mask, options):
+            load.check(buffer_loads.state(load, arch, exec_mask, options), expected, exec_mask, place(load))
+
+
 @pytest.mark.parametrize("store", BUFFER_STORES, ids=str)
-def test_buffer_store(arch, store, exec_mask, options):
-    memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
-    address = memory.register("content", content)
+def test_buffer_store(store):
     offsets = ORDER * np.uint32(20)
     vgprs = {0: offsets, 2: DATA[0], 3: DATA[1], 4: DATA[2], 5: DATA[3]}
-    sgprs = resource(address, SIZE) | {22: 64}
-    run_snippet(arch, store.asm + WAIT, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
-    store.apply(expected, offsets, exec_mask)
-    np.testing.assert_array_equal(content, expected)
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        memory, content, expected = Memory(), CONTENT.copy(), CONTENT.copy()
+        sgprs = resource(memory.register("content", content), SIZE) | {22: 64}
+        store.apply(expected, offsets, exec_mask)
+        with on(arch, exec_mask, options):
+            asm = store.asm + WAIT
+            run_snippet(arch, asm, vgprs=vgprs, sgprs=sgprs, memory=memory, exec_mask=exec_mask, options=options)
+            np.testing.assert_array_equal(content, expected)
 
 
 # Raw buffer: out of range if inst_offset + voffset >= num_records, each dword by itself; soffset does not count.
@@ -289,24 +379,24 @@ COPIES = {
 LDS = np.random.default_rng(33).integers(0, 256, SIZE, np.uint8)
 
 
-@deferred
-@masked
-@pytest.mark.parametrize(("arch", "asm"), [(arch, asm) for asm, row in COPIES.items() for arch in row[3]])
-def test_copy_to_lds(arch, asm, exec_mask, options):
-    width, offset, lds_offset, _ = COPIES[asm]
-    memory, m0 = Memory(), 2048
-    address = memory.register("content", CONTENT, writable=False)
-    offsets = ORDER * np.uint32(48)
-    vgprs = {0: offsets} if asm.startswith("buffer") else pointers(address, offsets)
-    sgprs = resource(address, SIZE) | {22: 64} | dict(zip((20, 21), low_high(address), strict=True))
-    state = run_snippet(
-        arch, asm + WAIT, vgprs=vgprs, sgprs=sgprs, m0=m0, lds=LDS, memory=memory, exec_mask=exec_mask, options=options
-    )
-    expected = LDS.copy()
-    for lane in np.flatnonzero(active_lanes(exec_mask)):
-        source, place = int(offsets[lane]) + offset, m0 + lds_offset + width * int(lane)
-        expected[place : place + width] = CONTENT[source : source + width]
-    np.testing.assert_array_equal(state.lds[:SIZE], expected)
+@pytest.mark.parametrize("asm", COPIES)
+def test_copy_to_lds(asm):
+    width, offset, lds_offset, archs = COPIES[asm]
+    offsets, m0 = ORDER * np.uint32(48), 2048
+    for arch, exec_mask, options in CIRCUMSTANCES:
+        if arch not in archs:
+            continue
+        memory, expected = Memory(), LDS.copy()
+        address = memory.register("content", CONTENT, writable=False)
+        vgprs = {0: offsets} if asm.startswith("buffer") else pointers(address, offsets)
+        sgprs = resource(address, SIZE) | {22: 64} | dict(zip((20, 21), low_high(address), strict=True))
+        for lane in np.flatnonzero(active_lanes(exec_mask)):
+            source, place_ = int(offsets[lane]) + offset, m0 + lds_offset + width * int(lane)
+            expected[place_ : place_ + width] = CONTENT[source : source + width]
+        registers = {"vgprs": vgprs, "sgprs": sgprs, "m0": m0, "lds": LDS, "exec_mask": exec_mask}
+        with on(arch, exec_mask, options):
+            state = run_snippet(arch, asm + WAIT, **registers, memory=memory, options=options)
+            np.testing.assert_array_equal(state.lds[:SIZE], expected)
 
 
 @pytest.mark.parametrize(("arch", "name", "width"), [("gfx942", "dword", 4), ("gfx950", "dword", 4),
@@ -342,6 +432,9 @@ SCRATCH = """scratch_store_dword off, v2, off offset:16
     scratch_store_short off, v5, off offset:66
     scratch_store_dword v0, v3, off
     scratch_store_dword off, a1, s22 offset:4
+    scratch_store_short_d16_hi off, v5, off offset:68
+    scratch_store_byte_d16_hi off, v5, off offset:70
+    scratch_store_dword v0, v5, s22 offset:8
     s_waitcnt vmcnt(0)
     scratch_load_dword v10, off, off offset:16
     scratch_load_dwordx2 v[12:13], off, off offset:24
@@ -354,6 +447,9 @@ SCRATCH = """scratch_store_dword off, v2, off offset:16
     scratch_load_dword v26, v0, off
     scratch_load_dword a2, off, s22 offset:4
     scratch_load_dword v27, off, off offset:48
+    scratch_load_ushort v28, off, off offset:68
+    scratch_load_ubyte v29, off, off offset:70
+    scratch_load_dword v30, v0, s22 offset:8
     s_waitcnt vmcnt(0)"""
 
 
@@ -362,12 +458,13 @@ SCRATCH = """scratch_store_dword off, v2, off offset:16
 def test_scratch(arch, exec_mask):
     """Every lane has its own memory at the same offsets."""
     a, b, c, d = DATA
-    vgprs = {0: (128 + 4 * (LANES % 8)).astype(np.uint32), 2: a, 3: b, 4: c, 5: d} | dict.fromkeys(range(10, 28), OLD)
+    vgprs = {0: (128 + 4 * (LANES % 8)).astype(np.uint32), 2: a, 3: b, 4: c, 5: d} | dict.fromkeys(range(10, 31), OLD)
     state = run_snippet(arch, SCRATCH, vgprs=vgprs, agprs={1: d, 2: OLD}, sgprs={22: 200}, exec_mask=exec_mask)
     expected = {
         10: a, 12: a, 13: b, 14: a, 15: b, 16: c, 18: a, 19: b, 20: c, 21: d, 22: c & 0xFF,
         23: c.astype(np.int8).astype(np.int32).view(np.uint32), 24: d & 0xFFFF,
-        25: d.astype(np.int16).astype(np.int32).view(np.uint32), 26: b, 27: a,
+        25: d.astype(np.int16).astype(np.int32).view(np.uint32), 26: b, 27: a, 28: d >> 16,
+        29: d >> 16 & 0xFF, 30: d,
     }  # fmt: skip
     active = active_lanes(exec_mask)
     for register, values in expected.items():

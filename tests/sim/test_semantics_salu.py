@@ -6,13 +6,14 @@ row back into that lane of the row's own VGPRs, so that a row costs a few instru
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from semantics import ARCHS, LONG_EDGES, mnemonics, run_snippet
+from semantics import ARCHS, LONG_EDGES, mnemonics, on, run_snippet
 
 from lightning_indexer.sim import Options
 
@@ -292,6 +293,7 @@ OPCODES = set().union(*(mnemonics(row.asm) for row in ROWS)) | mnemonics(LOOP)
 OPCODES |= {"s_getpc_b64", "s_setpc_b64", "s_swappc_b64", "s_call_b64"}
 
 
+@functools.cache
 def _cases(round_: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """a, b and c of 64 trips, and SCC before."""
     rng = np.random.default_rng(77 + round_)
@@ -414,20 +416,25 @@ def _arguments(row: Scalar, values: tuple[int, int, int], scc: int) -> list[int]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_scalar(arch, row):
-    outcome = _outcome(arch, row)
-    if isinstance(outcome, Exception):
-        raise outcome
-    for round_, got in enumerate(outcome):
-        a, b, c, sccs = _cases(round_)
-        for trip in range(64):
-            arguments = _arguments(row, (int(a[trip]), int(b[trip]), int(c[trip])), int(sccs[trip]))
-            expected = row.expected(*arguments)
-            values = list(expected) if isinstance(expected, tuple) else [expected]
-            if "scc" not in row.results:
-                values.append(int(sccs[trip]))
-            words = []
-            for value, kind in zip(values, [*(k for k in row.results if k != "scc"), "u32"], strict=True):
-                words += [value & 0xFFFFFFFF, value >> 32 & 0xFFFFFFFF] if kind.endswith("64") else [value & 0xFFFFFFFF]
-            assert [int(word) for word in got[:, trip]] == words, f"{row}: operands {[hex(x) for x in arguments]}"
+def test_scalar(row):
+    for arch in ARCHS:
+        outcome = _outcome(arch, row)
+        with on(arch):
+            if isinstance(outcome, Exception):
+                raise outcome
+            for round_, got in enumerate(outcome):
+                _compare(row, round_, got)
+
+
+def _compare(row: Scalar, round_: int, got: np.ndarray) -> None:
+    a, b, c, sccs = _cases(round_)
+    for trip in range(64):
+        arguments = _arguments(row, (int(a[trip]), int(b[trip]), int(c[trip])), int(sccs[trip]))
+        expected = row.expected(*arguments)
+        values = list(expected) if isinstance(expected, tuple) else [expected]
+        if "scc" not in row.results:
+            values.append(int(sccs[trip]))
+        words = []
+        for value, kind in zip(values, [*(k for k in row.results if k != "scc"), "u32"], strict=True):
+            words += [value & 0xFFFFFFFF, value >> 32 & 0xFFFFFFFF] if kind.endswith("64") else [value & 0xFFFFFFFF]
+        assert [int(word) for word in got[:, trip]] == words, f"{row}: operands {[hex(x) for x in arguments]}"

@@ -318,54 +318,54 @@ PACKED = Table(
 TABLES = (TWO_OPERANDS, FUSED, ONE_OPERAND, WAVES, MODIFIERS, DOUBLES, MIXED, DIVIDE, HALVES, PACKED)
 
 
-@pytest.mark.parametrize(("arch", "row"), TWO_OPERANDS.cases())
-def test_two_operands(arch, row):
-    TWO_OPERANDS.check(arch, row)
+@pytest.mark.parametrize("row", TWO_OPERANDS.rows, ids=str)
+def test_two_operands(row):
+    TWO_OPERANDS.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), FUSED.cases())
-def test_fused_and_three_operands(arch, row):
-    FUSED.check(arch, row)
+@pytest.mark.parametrize("row", FUSED.rows, ids=str)
+def test_fused_and_three_operands(row):
+    FUSED.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), ONE_OPERAND.cases())
-def test_one_operand(arch, row):
-    ONE_OPERAND.check(arch, row)
+@pytest.mark.parametrize("row", ONE_OPERAND.rows, ids=str)
+def test_one_operand(row):
+    ONE_OPERAND.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), WAVES.cases())
-def test_sine_and_cosine(arch, row):
-    WAVES.check(arch, row)
+@pytest.mark.parametrize("row", WAVES.rows, ids=str)
+def test_sine_and_cosine(row):
+    WAVES.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), DOUBLES.cases())
-def test_doubles(arch, row):
-    DOUBLES.check(arch, row)
+@pytest.mark.parametrize("row", DOUBLES.rows, ids=str)
+def test_doubles(row):
+    DOUBLES.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), MIXED.cases())
-def test_mixed_precision(arch, row):
-    MIXED.check(arch, row)
+@pytest.mark.parametrize("row", MIXED.rows, ids=str)
+def test_mixed_precision(row):
+    MIXED.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), DIVIDE.cases())
-def test_division(arch, row):
-    DIVIDE.check(arch, row)
+@pytest.mark.parametrize("row", DIVIDE.rows, ids=str)
+def test_division(row):
+    DIVIDE.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), MODIFIERS.cases())
-def test_modifiers(arch, row):
-    MODIFIERS.check(arch, row)
+@pytest.mark.parametrize("row", MODIFIERS.rows, ids=str)
+def test_modifiers(row):
+    MODIFIERS.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), HALVES.cases())
-def test_halves(arch, row):
-    HALVES.check(arch, row)
+@pytest.mark.parametrize("row", HALVES.rows, ids=str)
+def test_halves(row):
+    HALVES.check(row)
 
 
-@pytest.mark.parametrize(("arch", "row"), PACKED.cases())
-def test_packed(arch, row):
-    PACKED.check(arch, row)
+@pytest.mark.parametrize("row", PACKED.rows, ids=str)
+def test_packed(row):
+    PACKED.check(row)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
