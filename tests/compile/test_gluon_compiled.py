@@ -79,11 +79,11 @@ def test_the_loop_is_one_without_branches(kernels):
     for kernel in kernels:
         lines = kernel["text"].splitlines()
         products = [index for index, line in enumerate(lines) if re.match(r"\s+v_mfma", line)]
-        start = max(index for index in range(products[0]) if re.match(r"\.LBB\d+_\d+:", lines[index]))
-        label = lines[start].split(":")[0]
-        back = re.compile(rf"s_cbranch\w+ {re.escape(label)}$")
-        stop = next(index for index in range(start, len(lines)) if back.search(lines[index]))
-        assert products[-1] < stop, kernel["name"]
+        labels = {line.split(":")[0]: index for index, line in enumerate(lines) if line.startswith(".LBB")}
+        jumps = [(index, labels[line.split()[-1]]) for index, line in enumerate(lines) if "s_cbranch" in line]
+        loops = [(start, stop) for stop, start in jumps if start < products[0] and stop > products[-1]]
+        assert len(loops) == 1, kernel["name"]
+        [(start, stop)] = loops
         assert sum("s_barrier" in line for line in lines[start:stop]) == 1, kernel["name"]
         # A masked store without a buffer is skipped by a branch.
         assert any("s_cbranch" in line for line in lines[start:stop]) == ("_wide_" in kernel["name"]), kernel["name"]
