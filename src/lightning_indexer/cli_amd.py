@@ -76,7 +76,8 @@ def resources(
 ) -> None:
     """Registers, LDS, scratch, spills and occupancy of every AMD kernel of the library, from its code object.
 
-    Waves: of one SIMD at once, as registers and LDS allow. Kernels are compiled for 4096 x 32768 logits.
+    Waves: of one SIMD at once, as registers and LDS allow. Kernels are compiled for 4096 x 32768 logits. Shapes that a
+    backend is not built for are left out, or an error where it is asked for by name.
 
     Examples: `lightning-indexer resources --arch gfx950`, `lightning-indexer resources --arch gfx942 --heads 64`
     """
@@ -85,19 +86,23 @@ def resources(
     for column in ("VGPR", "of them AGPR", "SGPR", "LDS bytes", "scratch", "spills V/S", "waves"):
         table.add_column(column, justify="right")
     table.add_column("compiler")
+    refused: list[str] = []
     for one in _amd_backends(backend, target):
         for h in common.ints("--heads", heads):
             for d in common.ints("--head-dim", head_dim):
                 for form in FORMS:
                     problem = common.problem(f"4096,32768,{h},{d}", form)
                     if (reason := one.supports(problem, target)) is not None:
-                        raise typer.BadParameter(f"{one.name}: {reason}")
+                        refused.append(f"{one.name}: {reason}")
+                        continue
                     with _compile_errors():
                         built = one.build(problem, target)
                     r = built.resources
                     spills = f"{r.vgpr_spills}/{r.sgpr_spills}"
                     numbers = (r.vgpr, r.agpr, r.sgpr, r.lds, r.scratch, spills, r.waves_per_simd)
                     table.add_row(built.kernel, *map(str, numbers), built.compiler)
+    if refused and (backend or not table.rows):
+        raise typer.BadParameter("; ".join(dict.fromkeys(refused)))
     out.print(table)
 
 

@@ -179,7 +179,8 @@ def test_explain_shows_choice_and_reasons():
     result = run("explain", "--arch", "gfx950", "--shape", "4096,32768,32,128")
     assert result.status == 0
     assert "M=4096 N=32768 H=32 D=128 clean float32 on gfx950 (MI350X, MI355X)" in result.text
-    assert "-> triton-portable: can run" in result.text
+    assert "-> flydsl: can run" in result.text
+    assert " triton-portable: can run" in result.text
     assert " torch-blocked: can run" in result.text
     assert result.text.count("->") == 1
 

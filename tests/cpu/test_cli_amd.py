@@ -109,7 +109,8 @@ def test_verify_prints_one_line_a_backend(outcomes):
 
 def test_verify_fails_with_status_1_and_the_text_of_the_fault(outcomes):
     outcomes.fault = lambda case: "out of bounds [pc 0x1a40]" if case.case.window == "cp" else ""
-    result = run("verify", "--arch", "gfx942", "--head-dim", "64", "--window", "cp", "--window", "causal")
+    result = run("verify", "--arch", "gfx942", "--backend", "triton-portable", "--head-dim", "64", "--window", "cp",
+                 "--window", "causal")  # fmt: skip
     assert result.status == 1
     failed = [case for case in outcomes.asked if case.case.window == "cp"]
     assert result.text.count("out of bounds [pc 0x1a40]") == len(failed) > 0
@@ -124,7 +125,7 @@ def test_verify_names_what_a_gate_keeps_out(outcomes, monkeypatch):
         return "D=64 is not for me" if problem.head_dim == 64 else gate(self, problem, arch)
 
     monkeypatch.setattr(TritonPortable, "supports", narrow)
-    result = run("verify", "--arch", "gfx950", "--heads", "32")
+    result = run("verify", "--arch", "gfx950", "--backend", "triton-portable", "--heads", "32")
     assert result.status == 0
     assert {case.case.head_dim for case in outcomes.asked} == {128}
     assert f"not supported by triton-portable: D=64 is not for me: {len(outcomes.asked)} cases" in result.text
@@ -138,7 +139,7 @@ def test_verify_names_what_a_gate_keeps_out(outcomes, monkeypatch):
         (("--arch", "gfx950", "--full"), "the simulator takes neither --device nor --full"),
         (("--arch", "gfx950", "--window", "x"), "got 'x', expected one of causal"),
         (("--arch", "gfx950", "--backend", "x"), "backend: got 'x', expected one of"),
-        (("--arch", "gfx950", "--backend", "torch-blocked"), "torch-blocked has no AMD kernels; these have: triton-po"),
+        (("--arch", "gfx950", "--backend", "torch-blocked"), "torch-blocked has no AMD kernels; these have: flydsl, t"),
         (("--arch", "gfx950", "--heads", "24"), "triton-portable: H=24 is not one of 8, 16, 32, 64, 128"),
         (("--arch", "gfx950", "--jobs", "0"), "Invalid value for '--jobs'"),
     ],
@@ -177,7 +178,7 @@ def built(monkeypatch) -> list[tuple[Problem, str]]:
 
 
 def test_resources_lists_every_kernel(built):
-    result = run("resources", "--arch", "gfx942")
+    result = run("resources", "--arch", "gfx942", "--backend", "triton-portable")
     assert result.status == 0
     assert len(built) == 12
     assert {(p.heads, p.head_dim) for p, _ in built} == {(32, 64), (32, 128), (64, 64), (64, 128)}
@@ -239,10 +240,10 @@ def test_a_kernel_that_does_not_compile_ends_with_the_message(monkeypatch, comma
         raise CompileError("kernel for gfx950: out of registers")
 
     monkeypatch.setattr(TritonPortable, "build", build)
-    result = run(command, "--arch", "gfx950")
+    result = run(command, "--arch", "gfx950", "--backend", "triton-portable")
     assert (result.status, result.text) == (1, "kernel for gfx950: out of registers")
 
 
 def test_backends_with_amd_kernels_say_so():
     kernels = [backend.name for backend in dispatch.backends() if isinstance(backend, dispatch.AmdBackend)]
-    assert kernels == ["triton-portable"]
+    assert kernels == ["flydsl", "triton-portable"]

@@ -54,7 +54,7 @@ def chosen(problem: Problem, arch: Arch) -> list[str]:
 
 ORDER = {
     "nvidia": ["cuda-sm90", "triton-portable", "torch-blocked"],
-    "amd": ["triton-portable", "torch-blocked"],
+    "amd": ["flydsl", "triton-portable", "torch-blocked"],
     "cpu": ["torch-blocked", "triton-portable"],
     "other": ["torch-blocked"],
 }
@@ -69,8 +69,8 @@ CHOICE = {
     "sm120": "triton-portable",
     "sm121": "triton-portable",
     "gfx90a": "triton-portable",
-    "gfx942": "triton-portable",
-    "gfx950": "triton-portable",
+    "gfx942": "flydsl",
+    "gfx950": "flydsl",
     "gfx1200": "triton-portable",
     "gfx1201": "triton-portable",
     "gfx1250": "triton-portable",
@@ -104,7 +104,10 @@ def test_order(arch, problem):
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_choice(arch, heads, head_dim):
     for facts in FORMS:
-        assert chosen(Problem(4096, 32768, heads, head_dim, **facts), arch) == [CHOICE[arch.name]]
+        expected = CHOICE[arch.name]
+        if expected == "flydsl" and (heads < 32 or head_dim < 64):
+            expected = "triton-portable"
+        assert chosen(Problem(4096, 32768, heads, head_dim, **facts), arch) == [expected]
 
 
 @pytest.mark.parametrize("arch", GPUS, ids=lambda arch: arch.name)
@@ -213,6 +216,7 @@ def test_a_named_backend_is_looked_at_alone():
         "   triton-portable: H=24 is not one of 8, 16, 32, 64, 128"
     ]
     assert [str(verdict) for verdict in explain(DEEPSEEK, Arch.parse("gfx90a"))] == [
+        "   flydsl: built for gfx942 and gfx950, not for gfx90a",
         "-> triton-portable: can run",
         "   torch-blocked: can run",
     ]
@@ -298,11 +302,11 @@ def test_preparation_is_cached(prepared):
     for _ in range(3):
         assert dispatch.prepare(DEEPSEEK, sm80) == "triton-portable"
     assert prepared == [("triton-portable", DEEPSEEK, "sm80")]
-    assert dispatch.prepare(DEEPSEEK, gfx950) == "triton-portable"
+    assert dispatch.prepare(DEEPSEEK, gfx950) == "flydsl"
     assert dispatch.prepare(DEEPSEEK, sm80, "torch-blocked") == "torch-blocked"
     assert dispatch.prepare(ODD, sm80) == "torch-blocked"
     assert prepared[1:] == [
-        ("triton-portable", DEEPSEEK, "gfx950"),
+        ("flydsl", DEEPSEEK, "gfx950"),
         ("torch-blocked", DEEPSEEK, "sm80"),
         ("torch-blocked", ODD, "sm80"),
     ]
