@@ -77,7 +77,8 @@ def resources(
 ) -> None:
     """Registers, LDS, scratch, spills and occupancy of every AMD kernel of the library, from its code object.
 
-    Waves: of one SIMD at once, as registers and LDS allow. Kernels are compiled for 4096 x 32768 logits.
+    Waves: of one SIMD at once, as registers and LDS allow. Kernels are compiled for 4096 x 32768 logits. Shapes that a
+    backend is not built for are left out, or an error where it is asked for by name.
 
     Examples: `lightning-indexer resources --arch gfx950`, `lightning-indexer resources --arch gfx942 --heads 64`
     """

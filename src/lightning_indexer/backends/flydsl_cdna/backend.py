@@ -14,7 +14,7 @@ import torch
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
 from lightning_indexer.backends.gate import unsupported_shape
-from lightning_indexer.launcher import launcher_for
+from lightning_indexer.launcher import hip, launcher_for
 from lightning_indexer.problem import Operands, Problem
 from lightning_indexer.toolchain import flydsl
 from lightning_indexer.toolchain.built import Built
@@ -31,7 +31,8 @@ class FlyDsl:
     summary = "FlyDSL kernels for AMD gfx942 and gfx950; executed in simulation only"
 
     def missing(self) -> str | None:
-        return flydsl.missing()
+        # On a machine with an AMD GPU the kernels are for that, through the HIP runtime.
+        return flydsl.missing() or (hip.missing() if torch.version.hip else None)
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         if arch.name not in ARCHS:

@@ -190,27 +190,32 @@ class _Block:
         self.load_rows()
         self.plan_copies()
         ahead, ring = layout.stages - 1, layout.stages * layout.stage_bytes
+        self.last_tile = self.begin + (self.tiles - 1) * layout.tile
+        coming = self.begin
         for t in range(ahead):
-            self.put(self.fetch(i32(t), i32(t * layout.stage_bytes)), i32(t * layout.stage_bytes))
-        staged = [] if layout.direct else self.fetch(i32(ahead))
-        with Loop(0, self.tiles, 1, (i32(0), i32(ahead * layout.stage_bytes), *staged)) as (t, loop):
-            read, write, *staged = loop.carried
-            read, write = i32(read), i32(write)
+            stage = i32(t * layout.stage_bytes)
+            self.put(self.fetch(coming, stage), stage)
+            coming = self.after(coming)
+        staged = []
+        if not layout.direct:
+            staged, coming = self.fetch(coming), self.after(coming)
+        carried = (i32(0), i32(ahead * layout.stage_bytes), coming, *staged)
+        with Loop(0, self.tiles, 1, carried) as (t, loop):
+            read, write, coming = (i32(value) for value in loop.carried[:3])
+            staged = loop.carried[3:]
             if layout.direct:
                 rocdl.wait_asyncmark(layout.stages - 2)
             gpu.barrier(address_spaces=ir.Attribute.parse("[#gpu.address_space<workgroup>]"))
-            if layout.direct:
-                self.fetch(t + ahead, write)
-            else:
-                self.put(staged, write)
-                staged = self.fetch(t + layout.stages)
+            self.put(staged, write)
+            staged = self.fetch(coming, write)
             self.score(read, self.begin + t * layout.tile + self.key0)
+            following = read + layout.stage_bytes
+            # The next tile to come takes the place of this one.
+            loop.carried = [select(following == ring, i32(0), following), read, self.after(coming), *staged]
 
-            def following(stage):
-                after = stage + layout.stage_bytes
-                return select(after == ring, i32(0), after)
-
-            loop.carried = [following(read), following(write), *staged]
+    def after(self, start):
+        """First key of the next tile to bring in. Behind the last one it is the last one again."""
+        return arith.min(start + self.layout.tile, self.last_tile)
 
     def load_rows(self):
         """q as A fragments, and the weights in the order of the products' results."""
@@ -239,18 +244,16 @@ class _Block:
             key = slot // layout.chunks
             self.sources.append(key * self.k_row + layout.swizzled(key, slot % layout.chunks) * CHUNK)
 
-    def fetch(self, t, stage=None):
-        """Tile t of k and of the scales: on their way into LDS at ``stage``, or into registers, which are returned.
+    def fetch(self, start, stage=None):
+        """The tile of k and scales from ``start`` on: on its way into LDS at ``stage``, or into registers, returned.
 
-        Behind the last tile it is the last one again. Keys from N on are bytes of the last key: nothing past k is read.
+        Keys from N on are bytes of the last key: nothing past k is read.
         """
-        layout = self.layout
-        start = self.begin + arith.min(t, self.tiles - 1) * layout.tile
-        left = self.n - 1 - start
-        limit = arith.min(left, i32(layout.tile)) * self.k_row + (layout.head_dim - CHUNK)
+        layout, last = self.layout, self.n - 1
+        limit = arith.min(last - start, i32(layout.tile)) * self.k_row + (layout.head_dim - CHUNK)
         tile = at(self.k, fx.Int64(start) * fx.Int64(self.k_row))
         places = [at(tile, wide(arith.min(fx.Uint32(source), fx.Uint32(limit)))) for source in self.sources]
-        scale = at(at(self.kv_scale, wide(start) * 4), wide(arith.min(self.lane + self.key0, left)) * 4)
+        scale = at(self.kv_scale, wide(arith.min(self.lane + self.key0 + start, last) * 4))
         if not layout.direct:
             chunks = [llvm.load(ty("vector<4xi32>"), place, alignment=CHUNK) for place in places]
             return [*chunks, llvm.load(ty("f32"), scale, alignment=4)]
@@ -262,15 +265,13 @@ class _Block:
         rocdl.asyncmark()
         return []
 
-    def put(self, values, stage):
-        """Registers of ``fetch`` into LDS."""
-        layout = self.layout
-        for i, value in enumerate(values[:-1]):
-            llvm.store(
-                value, at(self.lds, stage + self.thread * CHUNK + i * layout.threads * CHUNK, 3), alignment=CHUNK
-            )
-        for value in values[-1:]:
-            llvm.store(value, at(self.lds, stage + self.thread * 4 + layout.key_bytes, 3), alignment=4)
+    def put(self, staged, stage):
+        """What ``fetch`` brought into registers, if it did, into LDS."""
+        for i, value in enumerate(staged):
+            unit, first = CHUNK, i * self.layout.threads * CHUNK
+            if i == len(staged) - 1:  # the scales
+                unit, first = 4, self.layout.key_bytes
+            llvm.store(value, at(self.lds, stage + self.thread * unit + first, 3), alignment=unit)
 
     def score(self, stage, start):
         """This wave's rows against its 64 keys of a tile, the first at position ``start``: one logit a lane and row."""
