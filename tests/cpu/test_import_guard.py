@@ -13,7 +13,19 @@ import torch
 from helpers import ON_CPU
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-OPTIONAL = ("triton", "cuda", "flydsl", "tinygrad", "typer", "rich", "matplotlib", "vllm", "deep_gemm", "aiter")
+OPTIONAL = (
+    "triton",
+    "cuda",
+    "flydsl",
+    "tinygrad",
+    "typer",
+    "rich",
+    "matplotlib",
+    "vllm",
+    "deep_gemm",
+    "aiter",
+    "sglang",
+)
 
 IMPORT = """
 import json, sys
@@ -30,6 +42,8 @@ for name in ("is_available", "device_count", "current_device", "get_device_prope
 import lightning_indexer
 import lightning_indexer.integrations.aiter
 import lightning_indexer.integrations.deep_gemm
+import lightning_indexer.integrations.sglang
+import lightning_indexer.integrations.vllm
 
 print(json.dumps({
     "new": sorted({name.split(".")[0] for name in set(sys.modules) - before}),

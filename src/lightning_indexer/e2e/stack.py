@@ -108,6 +108,8 @@ class Stack:
         w_iq = w_ik = w_iw = None
         if indexes:
             shared = self._random(d.kv_lora, d.index_dim, scale=d.kv_lora**-0.5)
+            # Where a key lies says nothing of its content: the rotary channels carry less.
+            shared[:, max(0, d.index_dim - d.rope) :] *= 0.5
             w_ik = w_kv @ shared
             w_iq = self._random(d.q_lora, d.index_heads * d.index_dim, scale=d.q_lora**-0.5)
             w_iq.view(d.q_lora, d.index_heads, d.index_dim)[: d.kv_lora] += shared[:, None]
