@@ -6,12 +6,14 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from rich.table import Column, Table
+from rich.text import Text
 
 from lightning_indexer import cli_common as common
 from lightning_indexer import dispatch, sim
@@ -19,9 +21,12 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.bench.cases import FORMS, PERFORMANCE_SHAPES, WINDOWS
 from lightning_indexer.cli_common import err, out
 from lightning_indexer.launcher.simulator import ARCHS
+from lightning_indexer.problem import Problem
 from lightning_indexer.toolchain.built import CompileError
 
 if TYPE_CHECKING:
+    from lightning_indexer.bench.cost import Kernel, Prediction
+    from lightning_indexer.bench.rates import Published
     from lightning_indexer.bench.simulated import SimulatedCase, SimulatedOutcome
 
 ArchOption = Annotated[str, typer.Option(help="gfx942 or gfx950; no such device is needed.")]
@@ -143,65 +148,134 @@ def disasm(
 def cost(
     arch: Annotated[str, typer.Option(help="gfx950, of which rates are known here.")] = "gfx950",
     backend: Annotated[list[str] | None, typer.Option(help="Only this backend; repeat for several.")] = None,
-    shapes: Annotated[str | None, typer.Option(help="S_QxS_K,…; default: those of the published table.")] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Heads, comma-separated. Default: 32,64, or 32 with --shapes.")
+    ] = None,
+    shapes: Annotated[
+        str | None, typer.Option(help="S_QxS_K,…, clean, causal and multi_req; default: the published ones.")
+    ] = None,
 ) -> None:
-    """A model of how long each AMD kernel takes at H=32, D=128, clean: simulated counts, published rates.
+    """A model of how long each AMD kernel takes at D=128: simulated counts, published rates, published times beside.
 
-    Examples: `lightning-indexer cost --arch gfx950`, `lightning-indexer cost --backend hip-gfx950 --shapes 8192x8192`
+    Examples: `lightning-indexer cost --arch gfx950`, `lightning-indexer cost --backend hip-gfx950 --shapes 8192x8192`,
+    `lightning-indexer cost --heads 64 --shapes 4096x32768`
     """
     from lightning_indexer import envs
     from lightning_indexer.bench import cost as model
-    from lightning_indexer.bench.rates import DEVICES, SEED, SEED_COLUMN
+    from lightning_indexer.bench.rates import DEVICES
 
     target = Arch.parse(common.one_of("--arch", arch, tuple(DEVICES)))
-    rates = DEVICES[target.name]
     if (reason := sim.missing()) is not None:
         raise typer.BadParameter(reason, param_hint="--arch")
     envs.stop_triton_interpreter()
-    chosen = common.shapes(shapes) if shapes else PERFORMANCE_SHAPES
-    problems = [common.problem(f"{s_q},{s_k},32,128", "clean") for s_q, s_k in chosen]
-    times = Table(title=f"MODEL, not measured: microseconds on {rates.name}", title_justify="left")
-    for column in ("rows", "keys"):
-        times.add_column(column, justify="right")
-    times.add_column("window")
-    times.add_column("backend", no_wrap=True)
-    for column in ("in order", "overlapped", "Triton (aiter)", "HIP (aiter)", "in order is"):
-        times.add_column(column, justify="right")
-    times.add_column("limit")
-    parts = Table(
+    backends = _amd_backends(backend, target)
+    tables = _cost_tables(heads, shapes)
+    refused: dict[str, None] = {}
+    parts: dict[str, list[str]] = {}
+
+    def one_table(published: Published, advance: Callable[[str], None]) -> Table:
+        found: dict[tuple[int, int, str], dict[str, model.Prediction]] = {launch: {} for launch in published.times}
+        for one in backends:
+            advance(f"{one.name} H={published.heads}")
+            problems = {
+                launch: common.problem(f"{launch[0]},{launch[1]},{published.heads},128", published.form)
+                for launch in published.times
+            }
+            able = {launch: p for launch, p in problems.items() if (reason := one.supports(p, target)) is None}
+            if not able:
+                refused[f"{one.name}: {reason}"] = None
+                continue
+            with _compile_errors():
+                predictions = model.Model(one, list(dict.fromkeys(able.values())), target, published.rates)
+            for launch, problem in able.items():
+                found[launch][one.name] = predictions.predict(problem, launch[2])
+            for kernel in predictions.kernels:
+                parts[kernel.built.kernel] = _parts(kernel, next(iter(able.values())))
+        return _times(published, found)
+
+    with common.progress() as progress:
+        task = progress.add_task("cost", total=len(tables) * len(backends))
+        shown = [one_table(table, lambda what: progress.update(task, advance=1, description=what)) for table in tables]
+    if not any(table.row_count for table in shown):
+        raise typer.BadParameter("; ".join(refused))
+    table = Table(
         Column("kernel", overflow="fold"), title="simulated: for each row and 32 keys; then for each workgroup",
         title_justify="left",
     )  # fmt: skip
     for column in ("MFMA", "VALU", "packed", "SALU", "VMEM", "LDS", "k B", "logits B", "VALU", "q B", "weights B"):
-        parts.add_column(column, justify="right")
-    for one in _amd_backends(backend, target):
-        able = [problem for problem in problems if one.supports(problem, target) is None]
-        if not able:
-            out.print(f"not supported by {one.name}: {one.supports(problems[0], target)}", markup=False)
-            continue
-        with _compile_errors():
-            predictions = model.Model(one, able, target, rates)
-        for problem in able:
-            for window in model.COST_WINDOWS:
-                found = predictions.predict(problem, window)
-                seed = SEED.get((problem.rows, problem.keys, window))
-                own_kind = SEED_COLUMN.get(one.name)
-                ratio = f"{found.in_order * 1e6 / seed[own_kind]:.2f} of it" if seed and own_kind is not None else "-"
-                published = [f"{number:.1f}" for number in seed] if seed else ["-", "-"]
-                own = (f"{found.in_order * 1e6:.1f}", f"{found.overlapped * 1e6:.1f}")
-                times.add_row(
-                    str(problem.rows), str(problem.keys), window, one.name, *own, *published, ratio, found.limit
-                )
-        for kernel in predictions.kernels:
-            tile, group = kernel.of_tile(able[0]), kernel.group
-            numbers = [tile["MFMA"], tile["VALU"], tile["packed"], tile["SALU"]]
-            numbers += [tile["VMEM_LOAD"] + tile["VMEM_STORE"], tile["LDS"]]
-            numbers += [model.bytes_of(tile, "load", "k"), model.bytes_of(tile, "store", "out")]
-            ends = [group["VALU"], model.bytes_of(group, "load", "q"), model.bytes_of(group, "load", "w")]
-            parts.add_row(kernel.built.kernel, *(f"{number:.1f}" for number in numbers), *(f"{n:.0f}" for n in ends))
-    out.print(times)
-    out.print(parts)
+        table.add_column(column, justify="right")
+    for kernel, cells in parts.items():
+        table.add_row(kernel, *cells)
+    for each in (*shown, table):
+        out.print(each)
+    for sentence in refused:
+        out.print(f"not supported by {sentence}", markup=False, highlight=False)
     out.print(model.EXPLANATION, markup=False, highlight=False)
+
+
+def _cost_tables(heads: str | None, shapes: str | None) -> list[Published]:
+    """The launches that ``cost`` predicts, with what was published of them."""
+    from lightning_indexer.bench import rates
+    from lightning_indexer.bench.cost import COST_WINDOWS
+
+    numbers = common.ints("--heads", heads or ("32" if shapes else "32,64"))
+    if shapes is None:
+        # All windows of all shapes of the first, also where no time was published.
+        every = {(*shape, window): rates.AITER_HIP.times.get((*shape, window), ()) for shape in PERFORMANCE_SHAPES
+                 for window in COST_WINDOWS}  # fmt: skip
+        return [
+            replace(p, times=every if p is rates.AITER_HIP else p.times) for p in rates.PUBLISHED if p.heads in numbers
+        ]
+    tables = []
+    for h in numbers:
+        known = next((p for p in rates.PUBLISHED if p.heads == h and p.form == "clean"), None)
+        known = known or rates.Published("", rates.DEVICES["gfx950"], h, "clean", (), {}, {})
+        launches = [(*shape, window) for shape in common.shapes(shapes) for window in COST_WINDOWS]
+        tables.append(replace(known, times={launch: known.times.get(launch, ()) for launch in launches}))
+    return tables
+
+
+def _times(published: Published, found: dict[tuple[int, int, str], dict[str, Prediction]]) -> Table:
+    """Predicted times, with the published ones beside them."""
+    title = f"MODEL, not measured: microseconds on {published.rates.name}, H={published.heads} D=128 {published.form}"
+    table = Table(title=title, title_justify="left")
+    if published.kernels:
+        names = ", ".join(f"[{name}]" for name in published.kernels)
+        table.caption, table.caption_justify = Text(f"{names}: published, {published.unit}. {published.title}"), "left"
+    for column in ("rows", "keys"):
+        table.add_column(column, justify="right")
+    table.add_column("window")
+    table.add_column("backend", no_wrap=True)
+    for column in ("in order", "overlapped", *(f"[{name}]" for name in published.kernels), "in order is"):
+        table.add_column(Text(column), justify="right")
+    table.add_column("limit")
+    for (rows, keys, window), predictions in found.items():
+        times = published.times[rows, keys, window]
+        numbers = [f"{time:.1f}" for time in times] or ["-"] * len(published.kernels)
+        for name, prediction in predictions.items():
+            us, kind = prediction.in_order * 1e6, published.kinds.get(name)
+            ratio = "-"
+            if times and kind is not None and published.unit == "us":
+                ratio = f"{us / times[kind]:.2f} of it"
+            elif times and kind:
+                [base] = [other for other, at in published.kinds.items() if at == 0]
+                if base in predictions:
+                    ratio = f"{us / (predictions[base].in_order * 1e6):.2f} of {base}, [{times[kind] / times[0]:.2f}]"
+            own = (f"{us:.1f}", f"{prediction.overlapped * 1e6:.1f}")
+            table.add_row(str(rows), str(keys), window, name, *own, *numbers, Text(ratio), prediction.limit)
+    return table
+
+
+def _parts(kernel: Kernel, problem: Problem) -> list[str]:
+    """What was counted, for the second table of ``cost``."""
+    from lightning_indexer.bench.cost import bytes_of
+
+    tile, group = kernel.of_tile(problem), kernel.group
+    numbers = [tile["MFMA"], tile["VALU"], tile["packed"], tile["SALU"]]
+    numbers += [tile["VMEM_LOAD"] + tile["VMEM_STORE"], tile["LDS"]]
+    numbers += [bytes_of(tile, "load", "k"), bytes_of(tile, "store", "out")]
+    ends = [group["VALU"], bytes_of(group, "load", "q"), bytes_of(group, "load", "w")]
+    return [*(f"{number:.1f}" for number in numbers), *(f"{number:.0f}" for number in ends)]
 
 
 def _amd_arch(name: str) -> Arch:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from faulty import FaultyBackend, install
 from helpers import CPU
 from lightning_indexer import cli, fp8_mqa_logits, quantize_k
-from lightning_indexer.e2e import checks, report, run, stack
+from lightning_indexer.e2e import checks, report, run, stack, traces
 from lightning_indexer.e2e.cache import BLOCK_TOKENS, PagedKeys
 from lightning_indexer.e2e.clock import Clock
 from lightning_indexer.e2e.dims import MODELS
@@ -226,11 +226,12 @@ def test_a_b_a_b(tmp_path, monkeypatch):
             for total, phases in zip(side.ttft, side.phases, strict=True):
                 assert 0 < sum(phases.values()) <= total
             assert side.trace is not None
+            assert traces.load(side.trace)["aten::bmm"].launches > 0
     assert report.failures(results) == []
     text = report.markdown(chosen, results, {"device": "here"}, "a command")
     assert "| 128 | B | torch-blocked |" in text
     assert f"{NEEDLES}/{NEEDLES} | 100.000%, 100.00%" in text
-    assert "aten::bmm" in text
+    assert text.count("| all kernels |") == 2
     paths = report.write(tmp_path, text, chosen, results, {})
     document = json.loads(paths[1].read_text())
     assert [(r["context"], r["side"]) for r in document["runs"]] == [(96, "A"), (96, "B"), (128, "A"), (128, "B")]

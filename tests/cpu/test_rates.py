@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_indexer.bench.cases import PERFORMANCE_SHAPES
-from lightning_indexer.bench.rates import MI355X, SEED, is_fp8, is_packed_f32, matrix_flop_and_cycles
+from lightning_indexer import dispatch
+from lightning_indexer.bench.cases import PERFORMANCE_SHAPES, flop, positions_in_windows
+from lightning_indexer.bench.cost import windows_of
+from lightning_indexer.bench.rates import (
+    AITER_GLUON,
+    AITER_HIP,
+    MI350X,
+    MI355X,
+    PUBLISHED,
+    is_fp8,
+    is_packed_f32,
+    matrix_flop_and_cycles,
+)
 
 
 @pytest.mark.parametrize(
-    ("opcode", "flop", "cycles"),
+    ("opcode", "operations", "cycles"),
     [
         ("v_mfma_scale_f32_32x32x64_f8f6f4", 131072, 64),
         ("v_mfma_f32_32x32x64_f8f6f4", 131072, 64),
@@ -20,8 +31,8 @@ from lightning_indexer.bench.rates import MI355X, SEED, is_fp8, is_packed_f32, m
         ("v_mfma_f32_16x16x16_f16", 8192, 16),
     ],
 )
-def test_matrix_instructions(opcode, flop, cycles):
-    assert matrix_flop_and_cycles(opcode) == (flop, cycles)
+def test_matrix_instructions(opcode, operations, cycles):
+    assert matrix_flop_and_cycles(opcode) == (operations, cycles)
 
 
 @pytest.mark.parametrize("opcode", ["v_mfma_f64_16x16x4_f64", "v_mfma_i32_32x32x16_i8", "v_add_f32"])
@@ -31,9 +42,10 @@ def test_an_opcode_without_a_rate_is_named(opcode):
 
 
 def test_the_published_peak_is_the_rate_of_the_instruction():
-    flop, cycles = matrix_flop_and_cycles("v_mfma_scale_f32_32x32x64_f8f6f4")
-    peak = flop / cycles * MI355X.simds * MI355X.units * MI355X.clock
-    assert peak == pytest.approx(5.0e15, rel=0.01)
+    operations, cycles = matrix_flop_and_cycles("v_mfma_scale_f32_32x32x64_f8f6f4")
+    for device, published in ((MI355X, 5.0e15), (MI350X, 4.6e15)):
+        peak = operations / cycles * device.simds * device.units * device.clock
+        assert peak == pytest.approx(published, rel=0.01)
 
 
 def test_fp8_instructions():
@@ -50,7 +62,40 @@ def test_packed_instructions():
 
 
 def test_the_published_table_has_its_fourteen_rows():
-    assert len(SEED) == 14
-    assert {(s_q, s_k) for s_q, s_k, _ in SEED} == set(PERFORMANCE_SHAPES)
-    assert {window for _, _, window in SEED} == {"causal", "multi_req"}
-    assert SEED[128, 32768, "causal"] == (225.1, 35.2)
+    times = AITER_HIP.times
+    assert len(times) == 14
+    assert {(s_q, s_k) for s_q, s_k, _ in times} == set(PERFORMANCE_SHAPES)
+    assert {window for _, _, window in times} == {"causal", "multi_req"}
+    assert times[128, 32768, "causal"] == (225.1, 35.2)
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.title)
+def test_published_tables_are_whole(published):
+    assert all(len(times) == len(published.kernels) for times in published.times.values())
+    for backend, column in published.kinds.items():
+        assert isinstance(dispatch.get(backend), dispatch.AmdBackend)
+        assert 0 <= column < len(published.kernels)
+    # Where only sums can be compared there is a kernel to compare them with.
+    assert published.unit == "us" or 0 in published.kinds.values()
+
+
+@pytest.mark.parametrize(
+    ("launch", "live", "share", "tera_flop"),
+    [((4096, 4096, "causal"), 0.0084e9, 0.5, 0.137), ((32768, 8192, "multi_req/4"), 0.0335e9, 0.125, 0.550)],
+)
+def test_windows_are_those_of_the_published_positions(launch, live, share, tera_flop):
+    # As published with the times: positions in windows, their share of all, 10^12 floating-point operations.
+    rows, keys, window = launch
+    assert launch in AITER_GLUON.times
+    positions = positions_in_windows(*windows_of(window, rows, keys), keys)
+    assert positions == pytest.approx(live, rel=5e-3)
+    assert positions / (rows * keys) == pytest.approx(share, rel=1e-3)
+    assert flop(64, 128, positions) == pytest.approx(tera_flop * 1e12, rel=5e-3)
+
+
+def test_windows_of_compressed_keys():
+    ks, ke = windows_of("multi_req/4", 32, 16)
+    assert ks.tolist() == [0] * 8 + [4] * 8 + [8] * 8 + [12] * 8
+    assert (ke - ks).tolist() == [0, 0, 0, 1, 1, 1, 1, 2] * 4
+    with pytest.raises(ValueError, match=r"name: got 'x', expected one of causal, .*, multi_req/4"):
+        windows_of("x", 8, 8)

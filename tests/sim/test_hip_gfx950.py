@@ -10,10 +10,9 @@ import torch
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
-from typer.testing import CliRunner  # noqa: E402
 
 from helpers import CPU, check_guarded, expected_for, same_bits  # noqa: E402
-from lightning_indexer import Arch, Problem, calc_diff, cli, envs, fp8_mqa_logits  # noqa: E402
+from lightning_indexer import Arch, Problem, calc_diff, fp8_mqa_logits  # noqa: E402
 from lightning_indexer.backends.hip_gfx950.backend import HipGfx950, Launch, launch  # noqa: E402
 from lightning_indexer.backends.hip_gfx950.config import Tunables, heuristic  # noqa: E402
 from lightning_indexer.bench.cases import Inputs, make_inputs, make_windows  # noqa: E402
@@ -328,23 +327,3 @@ def test_a_tile_costs_less_through_lds_where_keys_are_few():
         assert prediction.kernel.group["load q"] > 0
     assert stream.kernel.of_tile(problem)["load k"] == pytest.approx(32 * 128 / 4)
     assert lds.kernel.of_tile(problem)["load k"] == pytest.approx(32 * 128 / 16)
-
-
-def test_the_cost_command_says_that_it_is_a_model(monkeypatch):
-    monkeypatch.setattr(envs, "stop_triton_interpreter", lambda: None)  # other tests here want it
-    monkeypatch.setattr(cli.out, "_width", 250)
-    arguments = ["cost", "--backend", "hip-gfx950", "--shapes", "128x32768,64x512"]
-    result = CliRunner().invoke(cli.app, arguments)
-    assert result.exit_code == 0, result.output
-    assert "MODEL, not measured" in result.output
-    assert "This is a model. Nothing here was measured by this project" in result.output
-    [published] = [line for line in result.output.splitlines() if "32768" in line and "causal" in line]
-    assert "225.1" in published
-    assert "35.2" in published
-    assert "of it" in published
-    [other] = [line for line in result.output.splitlines() if " 512 " in line and "causal" in line]
-    assert "of it" not in other
-    assert "fp8_mqa_logits_H32_D128_mfma32x32x64_stream_r4_w4_k2_clamp_clean_hip" in result.output
-    refused = CliRunner().invoke(cli.app, ["cost", "--arch", "gfx942"])
-    assert refused.exit_code == 2
-    assert "expected one of gfx950" in refused.output

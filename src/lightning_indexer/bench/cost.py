@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.bench.cases import WINDOWS, Window, make_windows, positions_in_windows
+from lightning_indexer.bench.cases import REQUESTS, WINDOWS, make_windows, positions_in_windows
 from lightning_indexer.bench.rates import Rates, is_fp8, is_packed_f32, matrix_flop_and_cycles
 from lightning_indexer.dispatch import AmdBackend
 from lightning_indexer.launcher import simulation
@@ -119,10 +119,10 @@ class Model:
         """Each kernel once, in the order of the problems."""
         return list({id(kernel): kernel for kernel in self._kernels.values()}.values())
 
-    def predict(self, problem: Problem, window: Window) -> Prediction:
-        """What one launch of ``problem``, one of the model's, over ``window`` takes."""
+    def predict(self, problem: Problem, window: str) -> Prediction:
+        """What one launch of ``problem``, one of the model's, over a window of :func:`windows_of` takes."""
         kernel, rates, groups = self._kernels[problem], self.rates, self._groups[problem]
-        ks, ke = make_windows(window, problem.rows, problem.keys, torch.device("cpu"))
+        ks, ke = windows_of(window, problem.rows, problem.keys)
         positions = positions_in_windows(ks, ke, problem.keys)
         written = problem.rows * problem.keys if problem.clean_logits else positions
         flop = 2.0 * problem.heads * problem.head_dim * positions
@@ -188,8 +188,13 @@ LONGEST = 8192
 def _take_apart(backend: str, built: Built, launch: _Launch) -> Kernel:
     problem = launch.problem
     lengths = [max(min(problem.keys, LONGEST) // part, 1) for part in (1, 2, 4, 8, 16, 32)]
-    # A workgroup that has keys in the longest of these windows.
-    busy = max(launch.spread(9), key=lambda group: _amounts(launch.simulate([group], lengths[0]))["flop"])
+
+    def work(group: tuple[int, int, int]) -> tuple[float, float]:
+        amounts = _amounts(launch.simulate([group], lengths[0]))
+        return amounts["flop"], _stored(amounts)
+
+    # A workgroup that has keys in the longest of these windows, and all of its rows: the last one may lack some.
+    busy = max(launch.spread(9), key=work)
     empty = _amounts(launch.simulate([busy], 0))
     longest = _amounts(launch.simulate([busy], lengths[0]))
     for length in lengths[1:]:
@@ -199,14 +204,13 @@ def _take_apart(backend: str, built: Built, launch: _Launch) -> Kernel:
     else:
         raise ValueError(f"{backend}: no two windows of {problem} give one workgroup different work")
 
-    stored = sum(amount for name, amount in empty.items() if name.startswith("store "))
+    stored = _stored(empty)
     filled = {name: amount / stored for name, amount in empty.items()} if stored else {}
 
     def without_fill(amounts: Amounts) -> Amounts:
         """Less what fills the columns outside of the tiles; each position of a tile is one float stored."""
-        everything = sum(amount for name, amount in amounts.items() if name.startswith("store "))
         inside = amounts["flop"] / (2 * problem.heads * problem.head_dim) * 4
-        outside = max(0.0, everything - inside)
+        outside = max(0.0, _stored(amounts) - inside)
         return {name: amount - filled.get(name, 0.0) * outside for name, amount in amounts.items()}
 
     more, less = without_fill(longest), without_fill(shorter)
@@ -214,6 +218,11 @@ def _take_apart(backend: str, built: Built, launch: _Launch) -> Kernel:
     flop = {name: (more.get(name, 0.0) - less.get(name, 0.0)) / (longest["flop"] - shorter["flop"]) for name in names}
     group = {name: max(0.0, more.get(name, 0.0) - flop[name] * longest["flop"]) for name in names}
     return Kernel(backend, built, group, flop, filled)
+
+
+def _stored(amounts: Amounts) -> float:
+    """Bytes of all stores."""
+    return sum(amount for name, amount in amounts.items() if name.startswith("store "))
 
 
 def _amounts(report: Report) -> Amounts:
@@ -251,12 +260,30 @@ def bytes_of(amounts: Amounts, access: str, tensor: str) -> float:
     return sum(amounts[name] for name in own)
 
 
-COST_WINDOWS: tuple[Window, ...] = tuple(window for window in WINDOWS if window in ("causal", "multi_req"))
+COST_WINDOWS = ("causal", "multi_req")
+COMPRESSED_WINDOW = "multi_req/4"
+
+
+def windows_of(name: str, rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(ks, ke)`` [rows] int32 of one of the six windows of the sweeps, or of ``multi_req/4``.
+
+    ``multi_req/4``: four requests from their first token on, with keys compressed four to one: token i of a request
+    sees the first (i + 1) / 4 of its keys.
+    """
+    if name != COMPRESSED_WINDOW:
+        if name not in WINDOWS:
+            raise ValueError(f"name: got {name!r}, expected one of {', '.join((*WINDOWS, COMPRESSED_WINDOW))}")
+        return make_windows(name, rows, keys, torch.device("cpu"))
+    row = torch.arange(rows)
+    tokens = -(-rows // REQUESTS)
+    ks = row // tokens * (keys // REQUESTS)
+    return ks.to(torch.int32), (ks + (row % tokens + 1) // 4).to(torch.int32)
+
 
 EXPLANATION = """\
 This is a model. Nothing here was measured by this project: the counts are the simulator's, the rates those that AMD
 publishes (bench/rates.py holds every input with its source), and no AMD GPU was at hand. "in order": matrix and vector
 instructions of a SIMD one after the other; "overlapped": side by side, but for packed float32 instructions. Latencies,
 start-up, clocks under load, L2 and uneven workgroups are not in it, so it is a floor, furthest off where launches are
-short. Triton and HIP are the columns that ROCm/aiter published for its own kernels on an MI355X; "in order is" compares
-with the one of the same kind."""
+short. Columns with a name in brackets were published by the authors of those kernels, for their own code; "in order is"
+compares with the one of the same kind."""

@@ -46,6 +46,8 @@ from lightning_indexer.sim import Options, SimulationFault
 # Few rows; an odd number of keys, and one that makes whole tiles.
 SHAPES = ((5, 301), (8, 512))
 HEADS, HEAD_DIMS = (32, 64), (64, 128)
+# Backends whose plan depends on H and on how many rows there are: H=128 in full, and many rows.
+ROWS_SHARE_TILES = ("gluon-gfx950", "flydsl")
 # What else kernels may be built for, fewer cases of each, and the smallest shapes.
 OTHER_SIZES = ((8, 32), (16, 64), (128, 128), (32, 32))
 TINY_SHAPES = ((1, 1), (1, 17), (3, 130))
@@ -127,7 +129,7 @@ def sweep(
                 found.append(SimulatedCase(arch, backend, case, *pair, chunk, seed + len(found)))
 
     for backend, h, d in itertools.product(backends, heads or (*HEADS, 128), head_dims or HEAD_DIMS):
-        if h not in HEADS and not heads and backend != "gluon-gfx950":
+        if h not in HEADS and not heads and backend not in ROWS_SHARE_TILES:
             continue
         for shape in SHAPES[: 1 if h == 128 else 2]:
             add(backend, shape, h, d, WINDOWS, "clean")
@@ -140,7 +142,8 @@ def sweep(
         if backend == "gluon-gfx950" and (h, d) == (64, 128):
             for form in FORMS:
                 add(backend, (7, 1038), h, d, WINDOWS, form, chunk=512)
-            # The rows that select the config; all but the last 90 have an empty window.
+        if backend in ROWS_SHARE_TILES and (h, d) == (64, 128):
+            # The rows that select a config; all but the last 90 have an empty window.
             add(backend, (4096, 90), h, d, ("causal",), "clean")
     if not heads and not head_dims:
         for backend in backends:
