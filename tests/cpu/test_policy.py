@@ -68,7 +68,7 @@ def test_kernels_off_is_torch_everywhere(arch, shape):
 
 
 # The four cases of vLLM's own dispatch test: gfx942, gfx950, another arch, and AITER disabled.
-SEED_CASES = [
+VLLM_CASES = [
     ("gfx942", True, (4096, 32768, 32), "flydsl"),
     ("gfx950", True, (8192, 32768, 32), "flydsl"),
     ("gfx90a", True, (4096, 32768, 32), "triton-portable"),
@@ -108,8 +108,8 @@ def select(arch: str, *shape: int) -> str:
     return dispatch.select(Problem(*shape, *(128,) * (4 - len(shape))), Arch.parse(arch)).name
 
 
-@pytest.mark.parametrize(("arch", "kernels", "shape", "expected"), SEED_CASES)
-def test_the_seeds_four_cases(monkeypatch, arch, kernels, shape, expected):
+@pytest.mark.parametrize(("arch", "kernels", "shape", "expected"), VLLM_CASES)
+def test_the_four_cases_of_vllms_dispatch_test(monkeypatch, arch, kernels, shape, expected):
     registry(monkeypatch)
     monkeypatch.setenv("LIGHTNING_INDEXER_KERNELS", "1" if kernels else "0")
     assert select(arch, *shape) == expected

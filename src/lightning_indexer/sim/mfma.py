@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_indexer.sim.wave import Wave
 
 _NAME = re.compile(r"V_MFMA_(SCALE_)?(F32|I32|F64)_(\d+)X(\d+)X(\d+)_(?:(\d+)B_)?(\w+)$")
-_ELEMENT_BITS = {"F32": 32, "XF32": 32, "F16": 16, "BF16": 16, "I8": 8, "F64": 64}
+_ELEMENT_BITS = {"F32": 32, "F16": 16, "BF16": 16, "I8": 8}
 _GFX950 = {"16X16X32_F16", "32X32X16_F16", "16X16X32_BF16", "32X32X16_BF16", "16X16X64_I8", "32X32X32_I8"}
 # f8f6f4 formats by cbsz (A) and blgp (B).
 _FORMATS = {0: "FP8", 1: "BF8", 4: "FP4"}
@@ -64,8 +64,6 @@ class Operand:
             lanes = raw.view(np.float16).astype(np.float64)
         elif self.kind == "I8":
             lanes = raw.view(np.int8).astype(np.float64)
-        elif self.kind == "F64":
-            lanes = raw.view(np.float64)
         else:
             lanes = raw.view(np.float32).astype(np.float64)
         if self.groups == 1 and self.runs == 1:
@@ -85,7 +83,7 @@ class Mfma:
         scaled, out, size, _, depth, blocks, kinds = match.groups()
         arch = e.program.arch
         self.size, self.depth, self.blocks = int(size), int(depth), int(blocks or 1)
-        if out == "F64":
+        if out == "F64" or kinds == "XF32":
             raise unknown(ins, "not modelled", e.program.name)
         f8f6f4 = kinds == "F8F6F4"
         if arch == "gfx942" and (f8f6f4 or f"{size}X{size}X{depth}_{kinds}" in _GFX950):
