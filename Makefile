@@ -27,7 +27,7 @@ demo: install
 	$(BIN)/lightning-indexer demo
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8
 
 verify-amd: install
 	$(BIN)/lightning-indexer verify --arch gfx950
