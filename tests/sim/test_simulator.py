@@ -425,9 +425,9 @@ def test_what_is_not_modelled_is_named():
     assert caught.value.pc == pcs(code, "v_cubeid")[0]
     with pytest.raises(UnknownOpcode, match=r"v_mov_b32 \(VOP1 DPP\): DPP control"):
         run(build(START + ".long 0x7e0402fa, 0xff016501\n" + STORE), np.zeros(64, np.uint32))
-    for name in ("v_mfma_f32_16x16x8_xf32 a[0:3], v[2:3], v[2:3], 0", "v_mfma_f64_16x16x4_f64 v[0:7], v[2:3], v[2:3], 0"):
-        code = build(START + name + "\n" + STORE, arch="gfx942")
-        with pytest.raises(UnknownOpcode, match=rf"{name.split()[0]} .*: not modelled"):
+    for name, result in (("v_mfma_f32_16x16x8_xf32", "a[0:3]"), ("v_mfma_f64_16x16x4_f64", "v[0:7]")):
+        code = build(f"{START}{name} {result}, v[2:3], v[2:3], 0\n{STORE}", arch="gfx942")
+        with pytest.raises(UnknownOpcode, match=f"{name} .*: not modelled"):
             run(code, np.zeros(64, np.uint32))
     with pytest.raises(SimulationFault, match="float mode"):
         run(build(START + STORE, denormals=0), np.zeros(64, np.uint32))
