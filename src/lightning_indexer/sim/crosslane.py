@@ -153,7 +153,7 @@ def _scalar_destination(e: Emitter, ins: Instruction) -> int:
 
 def _writelane(e: Emitter, ins: Instruction) -> None:
     number = ins.bits("vdst") - VGPR0 if ins.bits("vdst") >= VGPR0 else ins.raw(7, 0)
-    e.use_vgpr(number)
+    e.write_vgpr(number)
     e.line(f"v[{number}][{_lane_index(e, ins, 'src1')}] = {e.scalar(ins, 'src0')}")
 
 
@@ -163,8 +163,9 @@ def _swap(distance: int) -> Callable[[Emitter, Instruction], None]:
         first, second = ins.bits("vdst") - VGPR0, ins.bits("src0") - VGPR0
         if second < 0 or ins.variant or ins.bits("opsel"):
             raise unknown(ins, "this operand form", e.program.name)
-        e.use_vgpr(first)
-        e.use_vgpr(second)
+        for register in (first, second):
+            e.use_vgpr(register)
+            e.write_vgpr(register)
         if first == second:
             raise unknown(ins, "both operands the same register", e.program.name)
         arguments = f"v[{first}], v[{second}]"

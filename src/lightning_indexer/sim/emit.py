@@ -55,16 +55,17 @@ class Emitter:
     Attributes:
         full: this is the version for a full EXEC.
         lines: statements so far.
-        touched: registers that the current instruction reads or writes, as bits; ``loads``: those that only its
-            outstanding load will write, by what waits for it: ``vm``, ``lgkm``, or ``scalar`` for lgkmcnt(0).
+        read, written: registers of the current instruction, as bits; ``loads``: those that only its outstanding load
+            will write, by what waits for it: ``vm``, ``lgkm``, or ``scalar`` for lgkmcnt(0).
         ended: the block has returned.
     """
 
     def __init__(self, program: Program, full: bool) -> None:
         self.program, self.full = program, full
         self.lines: list[str] = []
-        self.touched = 0
-        self.loads: dict[str, int] = {"vm": 0, "lgkm": 0, "scalar": 0}
+        self.read = self.written = 0
+        self.loads: dict[str, int] = {}
+        self.begin()
         self.ended = False
         self.temporaries = 0
 
@@ -86,11 +87,19 @@ class Emitter:
 
     # Register use.
 
+    def begin(self) -> None:
+        """The next instruction."""
+        self.read = self.written = 0
+        self.loads = {"vm": 0, "lgkm": 0, "scalar": 0}
+
     def use_vgpr(self, number: int, count: int = 1) -> None:
-        self.touched |= ((1 << count) - 1) << number
+        self.read |= ((1 << count) - 1) << number
 
     def use_sgpr(self, number: int, count: int = 1) -> None:
-        self.touched |= ((1 << count) - 1) << (SGPR_BIT + number)
+        self.read |= ((1 << count) - 1) << (SGPR_BIT + number)
+
+    def write_vgpr(self, number: int, count: int = 1) -> None:
+        self.written |= ((1 << count) - 1) << number
 
     def will_load(self, counter: str, number: int, count: int) -> int:
         """Notes registers that a load of this instruction writes later; returns them as bits."""
@@ -122,7 +131,7 @@ class Emitter:
 
     def put_sgpr(self, number: int, value: str, wide: bool = False) -> None:
         """Writes an int expression, already reduced to its width, to scalar registers. EXEC ends the block."""
-        self.use_sgpr(number, 2 if wide else 1)
+        self.written |= (3 if wide else 1) << (SGPR_BIT + number)
         if wide:
             if not value.isidentifier():
                 name = self.temporary()
@@ -253,7 +262,7 @@ class Emitter:
             expression: may hold ``{o}`` where a numpy call takes its output argument.
             mask: a further expression of booleans: lanes to write.
         """
-        self.use_vgpr(number, 2 if kind in _WIDE else 1)
+        self.write_vgpr(number, 2 if kind in _WIDE else 1)
         where = self.mask(mask)
         if kind in _WIDE:
             text = expression.replace("{o}", "")
@@ -276,7 +285,7 @@ class Emitter:
 
     def put_low(self, number: int, expression: str) -> None:
         """Writes 64 uint16 to the low halves and keeps the high ones."""
-        self.use_vgpr(number)
+        self.write_vgpr(number)
         self._store(f"v[{number}].view(uint16)[::2]", expression, self.mask(None))
 
     def mask(self, further: str | None) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_indexer.sim import waitstates
 from lightning_indexer.sim.decode import Instruction
 from lightning_indexer.sim.errors import SimulationFault
 from lightning_indexer.sim.ldsmemory import Lds
@@ -38,6 +39,7 @@ class Simulator:
     Raises:
         CodeObjectError: no such kernel.
         UnknownOpcode: an arch or a float mode that is not modelled.
+        SimulationFault: two instructions are too close together.
     """
 
     def __init__(self, code_object: CodeObject, kernel: str, options: Options | None = None) -> None:
@@ -48,6 +50,8 @@ class Simulator:
         mode = self.program.float_mode
         if mode != _FLOAT_MODE:
             raise SimulationFault(f"float mode {mode:#x}: only {_FLOAT_MODE:#x} is modelled", kernel=kernel)
+        if self.options.wait_states:
+            waitstates.check(self.program)
 
     def launch(
         self,

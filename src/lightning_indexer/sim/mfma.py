@@ -115,7 +115,7 @@ class Mfma:
         self.scales = [self._scale(e, ins, index) for index in range(2)] if scaled else None
         for operand in (self.a, self.b):
             e.use_vgpr(operand.first, operand.registers)
-        e.use_vgpr(self.first, self.registers)
+        e.write_vgpr(self.first, self.registers)
         if self.third is not None:
             e.use_vgpr(self.third, self.registers)
 

@@ -19,6 +19,8 @@ class Options:
         strict: faults for a register that is read or overwritten while a load into it is outstanding, for LDS that
             waves touch without a barrier between them, and for LDS read while a copy into it is outstanding. Without
             it, such reads give old or poisoned values.
+        wait_states: a fault before the launch for instructions that follow each other sooner than hardware allows, on
+            any path through the kernel.
         drop: addresses of instructions to skip, for planting faults.
         trace: called before every instruction as ``trace(wave, instruction)``; slow.
         on_access: called for every global memory access as ``on_access(kind, buffer, workgroup, wave, pc, addresses,
@@ -32,6 +34,7 @@ class Options:
     seed: int = 0
     poison: bool = True
     strict: bool = True
+    wait_states: bool = True
     drop: frozenset[int] = frozenset()
     trace: Callable[[Any, Any], None] | None = None
     on_access: Callable[..., None] | None = None

@@ -88,6 +88,7 @@ class Program:
         if self.arch not in ("gfx942", "gfx950"):
             raise UnknownOpcode(f"arch {self.arch}: only gfx942 and gfx950 are modelled", kernel=kernel)
         self.load_address = LOAD_ADDRESS
+        self.wait_states_checked = False
         self.float_mode = self.info.descriptor.rsrc1 >> 12 & 0xFF
         self.blocks: list[Block] = []
         self.edges: dict[tuple[int, int], BackEdge] = {}
@@ -145,6 +146,18 @@ class Program:
         (self.full if full else self.masked)[pc] = function
         return function
 
+    def generate(self, emitter: Emitter, ins: Instruction) -> None:
+        """Generates one instruction.
+
+        Raises:
+            UnknownOpcode: it is not modelled.
+        """
+        emitter.begin()
+        family = _FAMILIES.get(ins.format)
+        if family is None:
+            raise unknown(ins, "no such family is modelled", self.name)
+        family(emitter, ins)
+
     def _emit(self, emitter: Emitter, pc: int) -> list[Instruction]:
         """Generates the block at ``pc`` and the hazard checks in it."""
         instructions: list[Instruction] = []
@@ -163,20 +176,18 @@ class Program:
             if pc in self.drop:
                 pc += ins.size
                 continue
-            emitter.touched, emitter.loads = 0, {"vm": 0, "lgkm": 0, "scalar": 0}
             start = len(emitter.lines)
             if self.traced:
                 emitter.line(f"w.trace(w, {emitter.const(ins)})")
             try:
-                family = _FAMILIES.get(ins.format)
-                if family is None:
-                    raise unknown(ins, "no such family is modelled", self.name)
-                family(emitter, ins)
+                self.generate(emitter, ins)
             except UnknownOpcode as error:
                 del emitter.lines[start:]
                 emitter.line(f"raise w.located({emitter.const(error)})")
                 emitter.ended = True
-            self.touch[pc] = Touch(emitter.touched, *(emitter.loads[key] for key in ("vm", "lgkm", "scalar")))
+            self.touch[pc] = Touch(
+                emitter.read | emitter.written, *(emitter.loads[key] for key in ("vm", "lgkm", "scalar"))
+            )
             if self.deferred and self.strict:
                 check.add(ins, self.touch[pc], start)
             pc += ins.size

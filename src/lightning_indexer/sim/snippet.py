@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,8 @@ def run_snippet(
         SimulationFault, UnknownOpcode: as a launch.
     """
     code = amdgpu_clang.assemble(_SOURCE.format(lines=asm, lds=_LDS_BYTES), arch)
-    chosen = options or Options(poison=False, deferred=False)
+    # Snippets are single instructions, read back at once.
+    chosen = replace(options or Options(poison=False, deferred=False), wait_states=False)
     simulator = Simulator(code, "snippet", chosen)
     launch = Launch(simulator.program, chosen, memory or Memory(), (64, 1, 1), (1, 1, 1), b"", 0)
     wave = launch.waves[0]

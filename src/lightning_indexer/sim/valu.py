@@ -163,7 +163,7 @@ def _cndmask(e: Emitter, ins: Instruction) -> None:
     bits = e.sgpr(mask_register, wide=True) if mask_register < 128 else e.scalar(ins, "src2", wide=True)
     target = f"{'v' if kind == 'u' else 'f'}[{number}]"
     if e.full and ins.variant in ("", "LIT"):
-        e.use_vgpr(number)
+        e.write_vgpr(number)
         if one == target:
             e.line(f"copyto({target}, {zero}, where=masks[{bits} ^ FULL])")
             return

@@ -20,6 +20,7 @@ from lightning_indexer import envs
 from lightning_indexer.toolchain import cache
 from lightning_indexer.toolchain.built import Built, CompileError, get_or_build
 from lightning_indexer.toolchain.code_object import CodeObject
+from lightning_indexer.toolchain.repair import VERSION, repair
 
 # One input for both compilers, so neither ROCm's headers nor its device library; -fno-discard-value-names keeps the
 # names of kernel arguments in the metadata.
@@ -75,7 +76,7 @@ def compile_hip(source: Path, arch: str, macros: Mapping[str, str | int], flags:
     """
     neighbours = sorted({*source.parent.glob("*.h"), *source.parent.glob("*.hip"), source})
     text = b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in neighbours)
-    key = ("hip", text, source.name, arch, repr(sorted(macros.items())), repr((_FLAGS, *flags)), version())
+    key = ("hip", text, source.name, arch, repr(sorted(macros.items())), repr((_FLAGS, *flags)), version(), VERSION)
     return get_or_build(key, lambda: _compile(source, arch, macros, flags))
 
 
@@ -86,7 +87,7 @@ def _compile(source: Path, arch: str, macros: Mapping[str, str | int], flags: Se
         command = [*tools().clang, "-x", "hip", f"--offload-arch={arch}", "--cuda-device-only", *_FLAGS, *flags]
         command += [f"-D{name}={value}" for name, value in macros.items()]
         _run([*command, "-I", str(source.parent), "-S", str(source), "-o", str(text)], what)
-        isa = text.read_text()
+        isa = repair(text.read_text(), arch)
     code_object = CodeObject(_assemble(isa, arch))
     info = code_object.kernel()
     names = tuple(

@@ -30,6 +30,7 @@ from lightning_indexer import envs
 from lightning_indexer.toolchain import amdgpu_clang
 from lightning_indexer.toolchain.built import Built, CompileError, get_or_build
 from lightning_indexer.toolchain.code_object import CodeObject
+from lightning_indexer.toolchain.repair import VERSION, repair
 
 
 def missing() -> str | None:
@@ -66,12 +67,13 @@ def compile_flydsl(
     sources = sorted(Path(spec.origin).parent.glob("*.py"))
     text = b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in sources)
     compiler = f"FlyDSL {metadata.version('flydsl')}"
-    key = ("flydsl", text, factory, json.dumps([parameters, argument_names], sort_keys=True), arch, compiler)
+    key = ("flydsl", text, factory, json.dumps([parameters, argument_names], sort_keys=True), arch, compiler, VERSION)
 
     def build() -> Built:
         what = f"{factory} for {arch} with {dict(parameters)}"
-        elf, isa = _process(arch, text, os.getpid()).compile(what, factory, parameters)
-        code_object = CodeObject(elf)
+        elf, printed = _process(arch, text, os.getpid()).compile(what, factory, parameters)
+        isa = repair(printed, arch)
+        code_object = CodeObject(elf) if isa is printed else amdgpu_clang.assemble(isa, arch)
         return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler, argument_names)
 
     return get_or_build(key, build)

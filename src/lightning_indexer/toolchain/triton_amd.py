@@ -7,13 +7,16 @@ asks Triton for the same facts, so that what is compiled here is what the launch
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_indexer.toolchain.built import Built, CompileError, get_or_build
 from lightning_indexer.toolchain.code_object import CodeObject
+from lightning_indexer.toolchain.repair import VERSION, repair
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +97,13 @@ def compile_triton(
     language = "gluon" if gluon else "triton"
     compiler = f"Triton {triton.__version__}"
     variables = sorted(get_cache_invalidating_env_vars().items())
-    key = (language, source.hash(), arch, repr(sorted(options.items())), repr(variables), compiler)
+    key = (language, source.hash(), arch, repr(sorted(options.items())), repr(variables), compiler, VERSION)
 
     def build() -> Built:
         what = f"{jit_fn.__name__} for {arch} with {dict(constexprs)}, {dict(options)}"
         try:
-            kernel = triton.compile(source, target=_target(arch), options=dict(options))
+            with repaired(arch):
+                kernel = triton.compile(source, target=_target(arch), options=dict(options))
         except Exception as error:  # Triton's passes raise types of their own, and RuntimeError
             raise CompileError(f"{what}: {error}") from error
         metadata = kernel.metadata
@@ -114,6 +118,49 @@ def compile_triton(
         )  # fmt: skip
 
     return get_or_build(key, build)
+
+
+@contextlib.contextmanager
+def repaired(arch: str) -> Iterator[None]:
+    """Inside, what Triton compiles for ``arch`` gets the wait states that LLVM leaves out, see :mod:`repair`.
+
+    Triton's hook for this is one for the process: whatever else is compiled meanwhile is repaired too, and someone
+    else's hook is kept. Does nothing for archs that need nothing.
+    """
+    if arch != "gfx950":
+        yield
+        return
+    from triton import knobs
+
+    global _depth, _others
+    with _lock:
+        if _depth == 0:
+            _others = knobs.runtime.add_stages_inspection_hook
+            knobs.runtime.add_stages_inspection_hook = _add_repair
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                knobs.runtime.add_stages_inspection_hook = _others
+
+
+_lock, _depth = threading.Lock(), 0
+_others: Callable[..., Any] | None = None
+
+
+def _add_repair(*arguments: Any) -> tuple[str, str] | None:
+    """Triton's hook: with a pipeline it changes its stages; without, it gives what they add to keys of caches."""
+    given = _others(*arguments) if _others is not None else None
+    if not arguments:
+        key, digest = given or ("", "")
+        return f"{key} lightning-indexer {VERSION}", f"{digest}1"
+    _, stages, options, *_ = arguments
+    if (assemble := stages.get("amdgcn")) is not None:
+        stages["amdgcn"] = lambda src, metadata: repair(assemble(src, metadata), options.arch)
+    return None
 
 
 def _target(arch: str) -> Any:

@@ -87,7 +87,7 @@ class Launch:
             given = [values[name] for name in built.argument_names]
             launcher_for(out.device).launch(built, self.grid, 64 * WAVES, given, outputs=("out_ptr",))
             return
-        with device_guard(out.device):
+        with device_guard(out.device), triton_amd.repaired(self.arch.name):
             kernel[self.grid](*arguments, **self.constants(arguments), **self.options)
 
     def arguments(self, operands: Operands, out: torch.Tensor) -> tuple[Any, ...]:

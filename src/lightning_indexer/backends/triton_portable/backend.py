@@ -75,12 +75,14 @@ class Launch:
             return
         with device_guard(device):
             if not self._aligned(arguments):
-                fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
+                with triton_amd.repaired(self.arch.name):
+                    fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
             elif (compiled := self.compiled.get(device)) is not None:
                 # Half the host time of the line below, which looks at every argument to find the same kernel.
                 compiled[self.grid](*arguments, *self.constants.values())
             else:
-                compiled = fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
+                with triton_amd.repaired(self.arch.name):
+                    compiled = fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
                 if compiled is not None:  # the interpreter has nothing to keep
                     self.compiled[device] = compiled
 

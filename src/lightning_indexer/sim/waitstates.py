@@ -1,0 +1,321 @@
+"""Wait states: how far apart hardware needs some pairs of instructions, which it does not enforce by itself.
+
+Compilers put ``s_nop`` between such pairs where nothing else fits, but not where one of the two is inline assembly. So
+a whole kernel is checked before it runs, on every path through its code, whether or not a launch takes it.
+
+A distance is counted as the ISA documents do: each instruction between the two is one wait state, ``s_nop n`` is n + 1.
+How long a matrix instruction takes is its passes, of four cycles each.
+
+Sources: AMD Instinct MI300 and CDNA4 ISA documents, "Manually Inserted Wait States (NOPs)"; LLVM's hazard recogniser
+for gfx940 and gfx950, whose figures these are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_indexer.sim.decode import EXEC, M0, VCC, VGPR0, Instruction
+from lightning_indexer.sim.emit import SGPR_BIT, Emitter
+from lightning_indexer.sim.errors import SimulationFault, UnknownOpcode
+
+if TYPE_CHECKING:
+    from lightning_indexer.sim.program import Program
+
+_VECTOR_REGISTERS = (1 << SGPR_BIT) - 1
+_EXEC_BITS, _VCC_BITS, _M0_BIT = 3 << SGPR_BIT + EXEC, 3 << SGPR_BIT + VCC, 1 << SGPR_BIT + M0
+_TRANSCENDENTAL = re.compile(r"V_(?:RCP|RSQ|SQRT|EXP|LOG|SIN|COS)_|V_RCP_IFLAG_")
+_MATRIX = re.compile(r"V_MFMA_(?:SCALE_)?[FI]\d+_(\d+)X(\d+)X(\d+)_(?:(\d+)B_)?(\w+)$")
+# What one instruction of ``halves`` or ``i8`` multiplies in a cycle, by kind, in the shapes of several blocks, of
+# gfx942, and of gfx950 alone.
+_RATES = {"F32": (64, 64, 64), "F16": (256, 512, 1024), "BF16": (256, 512, 1024), "I8": (256, 1024, 2048)}
+# Passes to the wait states after which vector instructions may overwrite an accumulator that was read.
+_ACCUMULATOR_READ = {2: 1, 4: 3, 8: 7, 16: 15}
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Two instructions that are too close on some path.
+
+    Attributes:
+        first, second: the pair.
+        needed, found: wait states between them.
+        rule: what the second does too early.
+    """
+
+    first: Instruction
+    second: Instruction
+    needed: int
+    found: int
+    rule: str
+
+    def __str__(self) -> str:
+        return (
+            f"`{self.second.text}` at {self.second.pc:#x} {self.rule} `{self.first.text}` at {self.first.pc:#x} "
+            f"{self.found} wait states before; hardware needs {self.needed}"
+        )
+
+
+@dataclass(frozen=True)
+class Node:
+    """One instruction: registers as bits, wait states that it is, and where control goes from it."""
+
+    ins: Instruction
+    read: int
+    written: int
+    states: int
+    after: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.ins.kind == "MFMA"
+
+    @property
+    def is_vector(self) -> bool:
+        return self.ins.kind == "VALU"
+
+    @property
+    def is_memory(self) -> bool:
+        return self.ins.kind in ("VMEM_LOAD", "VMEM_STORE", "SCRATCH")
+
+
+def check(program: Program) -> None:
+    """Raises a :class:`SimulationFault` for the first hazard of a program; looks at each program once."""
+    if not program.wait_states_checked:
+        for hazard in hazards(program):
+            raise SimulationFault(
+                f"{hazard.rule} {hazard.found} wait states after `{hazard.first.text}` at {hazard.first.pc:#x}: "
+                f"hardware needs {hazard.needed}",
+                kernel=program.name, pc=hazard.second.pc, text=hazard.second.text,
+            )  # fmt: skip
+        program.wait_states_checked = True
+
+
+def hazards(program: Program) -> Iterator[Hazard]:
+    """Every pair that is too close, in the order of the first of the two.
+
+    Code behind an indirect jump, or behind an instruction that is not modelled, is not reached.
+    """
+    yield from of_nodes(program.arch, reachable(program))
+
+
+def of_nodes(arch: str, nodes: dict[int, Node]) -> Iterator[Hazard]:
+    """The same for instructions that are at hand."""
+    for pc in sorted(nodes):
+        rules = _Rules(arch, nodes[pc])
+        if rules.longest:
+            yield from _after(nodes, nodes[pc], rules)
+
+
+def reachable(program: Program) -> dict[int, Node]:
+    """The instructions that control can reach, by address."""
+    entry = program.info.descriptor.entry
+    # Firmware that preloads arguments enters past the code that loads them.
+    todo = [entry, entry + 256] if program.info.descriptor.preload_length else [entry]
+    nodes: dict[int, Node] = {}
+    while todo:
+        pc = todo.pop()
+        if pc in nodes:
+            continue
+        emitter = Emitter(program, full=True)
+        try:
+            ins = program.instruction(pc)
+            if pc not in program.drop:
+                program.generate(emitter, ins)
+        except UnknownOpcode:
+            continue
+        states = ins.bits("simm16") % 16 + 1 if ins.name == "S_NOP" else 1
+        nodes[pc] = Node(ins, emitter.read, emitter.written, states, _successors(ins))
+        todo += nodes[pc].after
+    return nodes
+
+
+def _successors(ins: Instruction) -> tuple[int, ...]:
+    after = ins.pc + ins.size
+    if ins.name.startswith(("S_ENDPGM", "S_SETPC", "S_SWAPPC")):
+        return ()
+    if "BRANCH" not in ins.name:
+        return (after,)
+    target = after + 4 * ((ins.bits("simm16") ^ 0x8000) - 0x8000)
+    return (target,) if ins.name == "S_BRANCH" else (after, target)
+
+
+def _after(nodes: dict[int, Node], first: Node, rules: _Rules) -> Iterator[Hazard]:
+    """The hazards that ``first`` has with what follows it, the shortest path to each instruction."""
+    nearest: dict[int, int] = {}
+    todo = [(0, pc) for pc in first.after]
+    while todo:
+        distance, pc = todo.pop()
+        if distance >= rules.longest or nearest.get(pc, rules.longest) <= distance or pc not in nodes:
+            continue
+        nearest[pc] = distance
+        todo += [(distance + nodes[pc].states, after) for after in nodes[pc].after]
+    for pc in sorted(nearest, key=nearest.__getitem__):
+        needed, rule = rules.needed(nodes[pc])
+        if needed > nearest[pc]:
+            yield Hazard(first.ins, nodes[pc].ins, needed, nearest[pc], rule)
+
+
+class _Rules:
+    """What one instruction asks of those that follow. ``longest``: of any of them; 0 where it asks nothing."""
+
+    def __init__(self, arch: str, first: Node) -> None:
+        self.first = first
+        self.gfx950 = arch == "gfx950"
+        self.vectors, self.scalars = first.written & _VECTOR_REGISTERS, first.written & ~_VECTOR_REGISTERS
+        if first.is_matrix:
+            self.passes, self.wide = passes(first.ins)
+            self.accumulator = _accumulator(first.ins)
+            self.longest = 20
+        elif first.is_vector:
+            self.longest = 5
+        elif first.ins.kind == "VMEM_STORE":
+            self.longest = 2 if self._stored() else 0
+        else:
+            self.longest = 1 if first.written & _M0_BIT else 0
+
+    def needed(self, second: Node) -> tuple[int, str]:
+        """Wait states between the two, and what ``second`` does."""
+        return max(self._of(second), key=lambda rule: rule[0], default=(0, ""))
+
+    def _of(self, second: Node) -> Iterator[tuple[int, str]]:
+        if self.first.is_matrix:
+            yield from self._after_matrix(second)
+        elif self.first.is_vector:
+            yield from self._after_vector(second)
+        elif self.first.ins.kind == "VMEM_STORE":
+            if second.is_vector and second.written & self._stored():
+                yield 2, "overwrites data of a store of more than 8 bytes,"
+        elif _reads_m0(second.ins):
+            yield 1, "uses M0, written by a scalar instruction,"
+
+    def _after_matrix(self, second: Node) -> Iterator[tuple[int, str]]:
+        # The f32 shapes end a pass earlier; gfx950's longer ones one later.
+        result = self.passes + (3 if self.wide else 2) + (self.wide and self.gfx950 and self.passes != 2)
+        if second.is_matrix:
+            if _multiplied(second.ins) & self.vectors:
+                yield result, "multiplies the result of a matrix instruction,"
+            third = _accumulator(second.ins)
+            if third == self.vectors and second.ins.name == self.first.ins.name:
+                yield 2 if self.passes == 2 else 0, "accumulates on the result of a matrix instruction,"
+            elif third & self.vectors and (self.wide or passes(second.ins)[1] is False):
+                yield result - 1, "accumulates on a part, or a result of another kind, of a matrix instruction,"
+        elif second.is_vector or second.is_memory or second.ins.kind == "LDS":
+            if (second.read | second.written) & self.vectors:
+                yield result, "reads or overwrites the result of a matrix instruction,"
+            if self.wide and second.is_vector and second.written & self.accumulator:
+                yield _ACCUMULATOR_READ[self.passes], "overwrites the accumulator that a matrix instruction reads,"
+
+    def _after_vector(self, second: Node) -> Iterator[tuple[int, str]]:
+        ins, name = second.ins, second.ins.name
+        read = second.read & self.vectors
+        if second.is_matrix:
+            if read:
+                yield 2, "reads a result of a vector instruction,"
+            if self.scalars & _EXEC_BITS:
+                yield 4, "follows a vector instruction that writes EXEC,"
+        if second.is_vector:
+            swaps = name.startswith(("V_PERMLANE16_SWAP", "V_PERMLANE32_SWAP"))
+            lane = name in ("V_READLANE_B32", "V_READFIRSTLANE_B32")
+            if read and swaps:
+                yield 2, "swaps lanes of a result of a vector instruction,"
+            if read and ins.variant == "DPP":
+                yield 2, "reads with DPP a result of a vector instruction,"
+            if read and lane:
+                yield 1, "reads a lane of a result of a vector instruction,"
+            if read and self._is_late() and not _TRANSCENDENTAL.match(name):
+                yield 1, "reads a late result of a vector instruction,"
+            if self.scalars & _EXEC_BITS:
+                if ins.variant == "DPP":
+                    yield 5, "uses DPP after a vector instruction that writes EXEC,"
+                if lane or swaps or name == "V_WRITELANE_B32":
+                    yield 4, "moves lanes after a vector instruction that writes EXEC,"
+            if second.read & self.scalars & ~_EXEC_BITS:
+                yield 2, "reads a scalar register that a vector instruction wrote,"
+            if name in ("V_READLANE_B32", "V_WRITELANE_B32") and _lane_select(ins) & self.scalars:
+                yield 4, "chooses a lane by a scalar register that a vector instruction wrote,"
+            if name.startswith("V_DIV_FMAS") and self.scalars & _VCC_BITS:
+                yield 4, "uses VCC, written by a vector instruction,"
+        if second.is_memory and second.read & self.scalars & ~_EXEC_BITS:
+            yield 5, "uses a scalar register that a vector instruction wrote,"
+
+    def _is_late(self) -> bool:
+        """Transcendental, or a result placed into a part of a register: not forwarded to the next instruction."""
+        ins = self.first.ins
+        if _TRANSCENDENTAL.match(ins.name):
+            return True
+        if ins.variant == "SDWA":
+            return ins.bits("dst_sel") != 6
+        return ins.format == "VOP3" and bool(ins.bits("opsel") >> 3 & 1)
+
+    def _stored(self) -> int:
+        """Data of a store of more than 8 bytes, as bits; a buffer's only where no scalar register offsets it."""
+        ins = self.first.ins
+        if "STORE" not in ins.name or not re.search(r"X3|X4", ins.name):
+            return 0
+        if ins.format == "MUBUF" and ins.bits("soffset") < 128:
+            return 0
+        number = ins.bits("vdata" if ins.format == "MUBUF" else "data") & 0xFF
+        count = 4 if "X4" in ins.name else 3
+        return ((1 << count) - 1) << number + 256 * ins.bits("acc")
+
+
+def passes(ins: Instruction) -> tuple[int, bool]:
+    """Passes of a matrix instruction, and whether it is one of the wide kinds: all but float32."""
+    match = _MATRIX.match(ins.name)
+    if match is None:
+        raise ValueError(f"ins: got {ins.name}, expected a dense matrix instruction")
+    size, _, depth, blocks, kinds = match.groups()
+    work = 2 * int(size) ** 2 * int(depth) * int(blocks or 1)
+    if kinds == "F8F6F4":
+        # 8-bit operands on either side halve the rate.
+        rate = 4096 if min(ins.bits("cbsz"), ins.bits("blgp")) >= 2 else 2048
+    elif "8" in kinds and kinds != "I8":
+        rate = 1024
+    else:
+        old = {"F16": 8192, "BF16": 8192, "I8": 16384}.get(kinds, 0) * (1 if size == "16" else 2)
+        rate = _RATES[kinds][0 if blocks else 2 if work > old else 1]
+    return max(2, work // rate // 4), kinds != "F32"
+
+
+def _accumulator(ins: Instruction) -> int:
+    """The registers of the third operand, as bits; 0 where it is a constant."""
+    number = ins.bits("src2")
+    if number < VGPR0:
+        return 0
+    match = _MATRIX.match(ins.name)
+    assert match is not None
+    count = int(match[1]) ** 2 * int(match[4] or 1) // 64
+    return ((1 << count) - 1) << number - VGPR0 + 256 * ins.bits("acc_cd")
+
+
+def _multiplied(ins: Instruction) -> int:
+    """Registers of the first two operands, and of their scales, as bits; more than a format reads, never fewer."""
+    match = _MATRIX.match(ins.name)
+    assert match is not None
+    size, depth, blocks, kinds = int(match[1]), int(match[3]), int(match[4] or 1), match[5]
+    bits = 32 if kinds == "F32" else 16 if "F16" in kinds else 8
+    found = 0
+    for index, name in enumerate(("src0", "src1")):
+        count = max(1, size * depth * blocks * bits // 2048)
+        found |= ((1 << count) - 1) << ins.bits(name) - VGPR0 + 256 * (ins.bits("acc") >> index & 1)
+    for name in ("scale_src0", "scale_src1"):
+        if ins.has(name) and ins.bits(name) >= VGPR0:
+            found |= 1 << ins.bits(name) - VGPR0
+    return found
+
+
+def _lane_select(ins: Instruction) -> int:
+    number = ins.bits("src1")
+    return 1 << SGPR_BIT + number if number < 128 else 0
+
+
+def _reads_m0(ins: Instruction) -> bool:
+    """Copies into LDS, and what else takes M0 without naming it."""
+    return (
+        ins.name.startswith(("S_SENDMSG", "S_TTRACEDATA", "S_MOVREL"))
+        or "ADDTID" in ins.name
+        or (ins.kind == "VMEM_LOAD" and ("_LDS_" in ins.name or bool(ins.bits("lds"))))
+    )
