@@ -158,6 +158,20 @@ def test_rocm_comes_first_where_it_is_installed(tmp_path, monkeypatch):
     assert amdgpu_clang.version.__wrapped__() == "AMD clang version 20.0.0" or Path("/opt/rocm").exists()
 
 
+def test_a_rocm_that_does_not_know_gfx950_comes_last(tmp_path, monkeypatch):
+    clang = tmp_path / "llvm" / "bin" / "clang"
+    clang.parent.mkdir(parents=True)
+    clang.write_text("#!/bin/sh\necho \"error: unknown target CPU 'gfx950'\" >&2\nexit 1\n")
+    clang.chmod(0o755)
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    if Path("/opt/rocm").exists():
+        pytest.skip("another ROCm is here")
+    assert amdgpu_clang._tools.__wrapped__().name == "clang of the ziglang package"
+    assert amdgpu_clang._knows_gfx950(amdgpu_clang._tools.__wrapped__())
+    monkeypatch.setattr(amdgpu_clang.importlib.util, "find_spec", lambda name: None)
+    assert amdgpu_clang._tools.__wrapped__().name == f"ROCm in {tmp_path}"
+
+
 def test_without_a_compiler_the_command_that_installs_one_is_named(source, monkeypatch):
     monkeypatch.setattr(amdgpu_clang, "_tools", lambda: None)
     sentence = r"no clang for AMD GPUs: pip install 'lightning-indexer\[amd\]'"
@@ -272,6 +286,37 @@ def test_flydsl_errors_hold_the_message(factory):
         flydsl.compile_flydsl(factory, {"nonsense": 1}, "gfx950")
     with pytest.raises(CompileError, match="got 'no_such_module:make', and there is no such module"):
         flydsl.compile_flydsl("no_such_module:make", {}, "gfx950")
+
+
+def test_flydsl_after_an_interrupt_answers_the_next_question(factory, monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(flydsl, "_processes", {})
+    before = flydsl.compile_flydsl(factory, {"lanes": 64}, "gfx950")
+    [process] = flydsl._processes.values()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    process._process.stdout.readline = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        flydsl.compile_flydsl(factory, {"lanes": 256}, "gfx950")
+    assert process.ended
+    after = flydsl.compile_flydsl(factory, {"lanes": 128}, "gfx950")
+    assert (before.info.max_workgroup, after.info.max_workgroup) == (64, 128)
+    assert flydsl._process("gfx950", next(iter(flydsl._processes))[1]) is not process
+
+
+def test_a_fork_leaves_flydsl_to_its_parent(factory, monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))
+    flydsl.compile_flydsl(factory, {"lanes": 64}, "gfx950")
+    process = list(flydsl._processes.values())[-1]
+    assert not process.ended
+    owner = os.getpid()
+    monkeypatch.setattr(flydsl.os, "getpid", lambda: owner + 1)
+    process.close()
+    assert not process.ended
+    assert process._process.poll() is None
+    assert process._folder.exists()
 
 
 def test_flydsl_missing_is_said_with_its_command(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -130,13 +131,36 @@ def _run(command: Sequence[str], what: str) -> str:
 
 @functools.cache
 def _tools() -> Tools | None:
+    """ROCm's compiler where it knows every arch here, else that of ``ziglang``, else ROCm's."""
+    old = None
     for root in (envs.rocm_path(), "/opt/rocm", _rocm_of_path()):
-        if root is not None and (llvm := Path(root, "llvm", "bin")).joinpath("clang").exists():
-            return Tools((str(llvm / "clang"),), (str(llvm / "ld.lld"),), f"ROCm in {root}")
+        if root is None or not (llvm := Path(root, "llvm", "bin")).joinpath("clang").exists():
+            continue
+        found = Tools((str(llvm / "clang"),), (str(llvm / "ld.lld"),), f"ROCm in {root}")
+        if _knows_gfx950(found):
+            return found
+        old = old or found
     if importlib.util.find_spec("ziglang") is not None:
         zig = (sys.executable, "-m", "ziglang")
         return Tools((*zig, "clang"), (*zig, "ld.lld"), "clang of the ziglang package")
-    return None
+    return old
+
+
+def _knows_gfx950(tools: Tools) -> bool:
+    """ROCm before 7.0 does not."""
+    line = "v_mfma_scale_f32_32x32x64_f8f6f4 v[0:15], v[16:23], v[24:31], 0, v32, v32"
+    command = [
+        *tools.clang,
+        "-x",
+        "assembler",
+        "--target=amdgcn-amd-amdhsa",
+        "-mcpu=gfx950",
+        "-c",
+        "-",
+        "-o",
+        os.devnull,
+    ]
+    return subprocess.run(command, input=line, capture_output=True, text=True, check=False).returncode == 0
 
 
 def _rocm_of_path() -> str | None:

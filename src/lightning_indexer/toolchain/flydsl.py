@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import importlib
 import importlib.util
 import itertools
@@ -16,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,7 +71,9 @@ def compile_flydsl(
 
     def build() -> Built:
         what = f"{factory} for {arch} with {dict(parameters)}"
-        elf, printed = _process(arch, text, os.getpid()).compile(what, factory, parameters)
+        while (answer := _process(arch, text).compile(what, factory, parameters)) is None:
+            pass  # another thread was interrupted, and its process ended with it
+        elf, printed = answer
         isa = repair(printed, arch)
         code_object = CodeObject(elf) if isa is printed else amdgpu_clang.assemble(isa, arch)
         return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler, argument_names)
@@ -82,12 +84,13 @@ def compile_flydsl(
 class _Process:
     """A process that compiles for one arch: importing FlyDSL takes longer than compiling a kernel.
 
-    Requests and answers are lines of JSON on its standard input and output; it ends with its input.
+    Requests and answers are lines of JSON on its standard input and output; it ends with its input. A fork of the
+    process that started it leaves it, and its folder, alone.
     """
 
     def __init__(self, arch: str) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="lightning-indexer-")
-        root = Path(self._folder.name)
+        self._owner, self.ended = os.getpid(), False
+        self._folder = root = Path(tempfile.mkdtemp(prefix="lightning-indexer-"))
         self._errors = (root / "stderr").open("w+")
         self._count = itertools.count()
         variables = {
@@ -102,10 +105,12 @@ class _Process:
         self._lock = threading.Lock()
         atexit.register(self.close)
 
-    def compile(self, what: str, factory: str, parameters: Mapping[str, Any]) -> tuple[bytes, str]:
-        """The code object and the text of a kernel; ``what`` it is goes into errors."""
+    def compile(self, what: str, factory: str, parameters: Mapping[str, Any]) -> tuple[bytes, str] | None:
+        """The code object and the text of a kernel, None where the process has ended; errors say ``what`` it is."""
         with self._lock:
-            dump = Path(self._folder.name, str(next(self._count)))
+            if self.ended:
+                return None
+            dump = self._folder / str(next(self._count))
             request = {"factory": factory, "parameters": dict(parameters), "dump": str(dump), "path": sys.path}
             error = self._ask(json.dumps(request))
             if error:
@@ -120,28 +125,43 @@ class _Process:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            stdin.write(line + "\n")
-            stdin.flush()
-        answer = stdout.readline()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                stdin.write(line + "\n")
+                stdin.flush()
+            answer = stdout.readline()
+        except BaseException:  # an interrupt: the answer is still to come, and would be taken for the next one's
+            self._process.kill()
+            self.close()
+            raise
         if not answer:  # LLVM ends the process on some errors; a new one starts with the next kernel
-            _process.cache_clear()
             self._process.wait()
             self._errors.seek(0)
-            return f"the compiler ended with {self._process.returncode}: {self._errors.read()}"
+            text = f"the compiler ended with {self._process.returncode}: {self._errors.read()}"
+            self.close()
+            return text
         return str(json.loads(answer)["error"])
 
     def close(self) -> None:
         """Ends the process."""
+        if self.ended or self._owner != os.getpid():
+            return
+        self.ended = True
+        atexit.unregister(self.close)
         self._process.communicate()
         self._errors.close()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
-@functools.lru_cache(maxsize=4)
-def _process(arch: str, _text: bytes, _pid: int) -> _Process:
+_processes: dict[tuple[str, bytes, int], _Process] = {}
+
+
+def _process(arch: str, text: bytes) -> _Process:
     """The process for kernels of these sources, which it has imported. A fork needs one of its own."""
-    return _Process(arch)
+    key = (arch, text, os.getpid())
+    if key not in _processes or _processes[key].ended:
+        _processes[key] = _Process(arch)
+    return _processes[key]
 
 
 def _linker(root: Path) -> Path:

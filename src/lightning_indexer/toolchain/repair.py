@@ -2,9 +2,10 @@
 
 On gfx950 the result of a matrix instruction of 16 passes must be left alone for 20 wait states (CDNA4 ISA document,
 table of required NOPs). LLVM looks 19 back (llvm/llvm-project pull request 222040, merged in September 2026): a reader
-exactly 19 wait states behind the product gets no ``s_nop``. Nor does LLVM look into inline assembly, however near. The compilers that this library runs are older than that, so what they print for gfx950 passes through here.
+exactly 19 wait states behind the product gets no ``s_nop``. Nor does LLVM look into inline assembly, however near.
+The compilers that this library runs are older, so what they print for gfx950 passes through here.
 
-The simulator checks machine code against the whole list of such rules, independently of this; see ``sim/waitstates.py``.
+The simulator checks machine code against the whole list of such rules, independently of this: ``sim/waitstates.py``.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from lightning_indexer.toolchain.built import Built
 ARCHS = ("gfx942", "gfx950")
 HEADS = (32, 64, 128)
 HEAD_DIMS = (64, 128)
-MAX_WIDTH = 2**29 - 1  # a row of float32 below 2 GiB: buffer instructions address a row with 32 bits
+MAX_KEYS = 2**29 - 1  # bytes to a key's scale, and to a column, fit into 32 bits with a sign
 MAX_KEY_STRIDE = 2**24 - 1  # bytes; those of a tile, at most 256 keys, fit into 32 bits
 
 
@@ -39,8 +39,9 @@ class FlyDsl:
             return f"built for {' and '.join(ARCHS)}, not for {arch.name}"
         if not problem.aligned:
             return "rows of q and k have to start on 16 bytes, for loads of 16 bytes"
-        if max(problem.width, problem.keys) > MAX_WIDTH:
-            return f"N={problem.keys} is more than {MAX_WIDTH}, a row of logits more than buffer instructions address"
+        for name, size in (("N", problem.keys), ("max_seqlen_k", problem.width)):
+            if size > MAX_KEYS:
+                return f"{name}={size} is more than {MAX_KEYS}: offsets of scales and columns have 32 bits"
         return unsupported_shape(problem, HEADS, HEAD_DIMS)
 
     def prepare(self, problem: Problem, arch: Arch) -> Launch:
@@ -69,12 +70,14 @@ class Launch:
 
     def __call__(self, operands: Operands, out: torch.Tensor) -> None:
         q, k, kv_scale, weights, ks, ke = operands
-        if k.stride(0) > MAX_KEY_STRIDE:
-            k = k.contiguous()
         problem, size = self.problem, out.element_size()
+        k_stride = k.stride(0) if problem.keys > 1 else 0
+        if k_stride > MAX_KEY_STRIDE:
+            k = k.contiguous()
+            k_stride = k.stride(0)
         sizes = (problem.rows, problem.keys, problem.width, self.config.chunk)
         # Strides in bytes
-        strides = (q.stride(0), q.stride(1), k.stride(0), 4 * weights.stride(0), size * out.stride(0))
+        strides = (q.stride(0), q.stride(1), k_stride, 4 * weights.stride(0), size * out.stride(0))
         launcher_for(out.device).launch(
             self.built, self.grid, self.layout.threads,
             (q, k, kv_scale, weights, ks, ke, out, *sizes, *strides), outputs=("out",),

@@ -41,7 +41,7 @@ class GluonConfig:
 
 
 def heuristic(problem: Problem, arch: Arch) -> GluonConfig:
-    """One of two forms: docs/kernels/gluon_gfx950.md counts them."""
+    """One of three forms: docs/kernels/gluon_gfx950.md counts them."""
     if problem.heads == 64 and problem.head_dim == 128 and problem.rows >= MANY_ROWS:
         return many_rows(problem, arch)
     # A wave holds q and w of 64 heads (a row of 128): with 64 keys of scores that fills a register file of 256.
@@ -80,7 +80,7 @@ def is_wide(problem: Problem, config: GluonConfig, strides: tuple[int, int, int,
         others * q_row + (problem.heads - 1) * q_head + problem.head_dim,
         (config.chunk + (config.buffers + 1) * config.block) * k_row + problem.head_dim,
         (others * w_row + problem.heads) * 4,
-        (others * out_row + problem.keys + config.block) * problem.out_dtype.itemsize,
+        (others * out_row + max(problem.keys, problem.width) + config.block) * problem.out_dtype.itemsize,
     )
     return max(*reach, *strides) >= BUFFER_BYTES
 

@@ -214,7 +214,7 @@ def fp8_mqa_logits_kernel(
         head = gl.arange(0, ROWS * HEADS, layout=gl.SliceLayout(1, Q))
         of_row = gl.minimum(head // HEADS, rows - 1 - row).to(OFFSET)
         channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, Q))
-        q_offsets = (of_row * q_stride_m + head % HEADS * q_stride_h)[:, None] + channel[None, :]
+        q_offsets = (of_row * q_stride_m + (head % HEADS).to(OFFSET) * q_stride_h)[:, None] + channel[None, :]
         q = _load(q_ptr + row64 * q_stride_m, q_offsets, WIDE)
         head = gl.arange(0, ROWS * HEADS, layout=gl.SliceLayout(1, PRODUCT))
         of_row = gl.minimum(head // HEADS, rows - 1 - row).to(OFFSET)
@@ -232,7 +232,7 @@ def fp8_mqa_logits_kernel(
         k_base = k_ptr + lo.to(gl.int64) * k_stride
         k_offsets = (in_tile.to(OFFSET) * k_stride)[:, None] + in_key
         k_end = (hi - 1 - lo).to(OFFSET) * k_stride + in_key
-        k_tile = BLOCK * k_stride
+        k_tile = gl.to_tensor(k_stride).to(OFFSET) * BLOCK
         scale_base = kv_scale_ptr + lo
         scales = _scales(scale_base, 0, in_step, hi - 1 - lo, BLOCK, STEP)
         for ahead in gl.static_range(BUFFERS - 1):
@@ -274,8 +274,7 @@ def fp8_mqa_logits_kernel(
             scales = next_scales
             slot = gl.where(slot == BUFFERS - 1, 0, slot + 1)
             position += BLOCK
-        # A wave must not end with copies under way: its LDS is given to others.
-        cdna4.async_copy.wait_group(0)
+        # Copies of tiles past the end may be under way still: the end of a wave waits for them (s_endpgm).
 
     if CLEAN:
         _fill(out_base, out_offsets, lo + tiles * BLOCK, last, in_step[None, :], exists[:, None], STEP, WIDE)

@@ -33,7 +33,8 @@ SOURCES = {
 FLAGS = ("-fno-honor-nans", "-fno-slp-vectorize")
 HEADS = (32, 64)
 HEAD_DIMS = (128,)
-# Two neighbouring rows of logits, and the keys of a tile, lie within the 4 GiB of a buffer's offsets.
+# Within the 32 bits of a buffer's offsets: the start of the second of two rows of logits and, by itself, a column (the
+# scalar offset, which takes no part in the range check); the keys of a tile.
 MAX_ROW_STRIDE = 2**30 - 2 * TILE
 MAX_KEY_STRIDE = 2**26
 
@@ -67,7 +68,7 @@ class HipGfx950:
         if not problem.aligned:
             return "rows of q and k must start on 16-byte boundaries for 16-byte loads"
         if problem.width > MAX_ROW_STRIDE:
-            return f"N={problem.keys} is above {MAX_ROW_STRIDE}: two rows of logits do not lie within 4 GiB"
+            return f"N={problem.keys} is above {MAX_ROW_STRIDE}: a row of logits is more than 32-bit offsets reach"
         return None
 
     def prepare(self, problem: Problem, arch: Arch) -> Launch:
@@ -89,19 +90,25 @@ class Launch:
         self.rows, self.keys = problem.rows, problem.keys
         self.grid = config.grid(problem.rows)
 
+    @functools.cached_property
+    def built(self) -> Built:
+        return compile_kernel(self.config)
+
     def __call__(self, operands: Operands, out: torch.Tensor) -> None:
         q, k, kv_scale, weights, ks, ke = operands
-        # Facts of the tensors, which no gate sees.
-        if k.stride(0) > MAX_KEY_STRIDE:
-            raise ValueError(f"k: got a row stride of {k.stride(0)}, expected at most {MAX_KEY_STRIDE} for hip-gfx950")
+        # Strides that no gate sees, and that offsets do not reach: through a copy.
+        if k.stride(0) > MAX_KEY_STRIDE and self.keys > 1:
+            k = k.contiguous()
         if out.stride(0) > MAX_ROW_STRIDE and self.rows > 1:
-            raise ValueError(
-                f"out: got a row stride of {out.stride(0)}, expected at most {MAX_ROW_STRIDE} for hip-gfx950"
-            )
-        strides = (q.stride(0), q.stride(1), k.stride(0), weights.stride(0), out.stride(0) if self.rows > 1 else 0)
+            near = out.contiguous()
+            self(operands._replace(k=k), near)
+            out.copy_(near)
+            return
+        k_stride, out_stride = k.stride(0) if self.keys > 1 else 0, out.stride(0) if self.rows > 1 else 0
+        strides = (q.stride(0), q.stride(1), k_stride, weights.stride(0), out_stride)
         scalars = (self.rows, self.keys, self.grid[0], self.grid[1], int(self.config.reverse_rows))
         launcher_for(out.device).launch(
-            compile_kernel(self.config), self.grid, 64 * self.config.num_warps,
+            self.built, self.grid, 64 * self.config.num_warps,
             (q, k, kv_scale, weights, ks, ke, out, *strides, *scalars), outputs=("out",),
         )  # fmt: skip
 
@@ -115,8 +122,10 @@ def launch(problem: Problem, operands: Operands, out: torch.Tensor, arch: Arch, 
     """Runs the kernel with ``tunables`` instead of the heuristic's choice, where they are set.
 
     Raises:
-        ValueError: values that no kernel is built for.
+        ValueError: a problem, an arch or values that no kernel is built for.
     """
+    if (reason := HipGfx950(tunables).supports(problem, arch)) is not None:
+        raise ValueError(f"hip-gfx950: {reason}")
     Launch(problem, heuristic(problem, arch, tunables))(operands, out)
 
 

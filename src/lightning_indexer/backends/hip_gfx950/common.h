@@ -241,8 +241,8 @@ DEVICE void store_tile(const Arguments& a, const Windows& w, const Output& o, Lo
   }
 #pragma unroll
   for (int p = 0; p < PAIRS; ++p)
-    __builtin_amdgcn_raw_buffer_store_b32(__builtin_bit_cast(int, logits.pair[p]), o.pair[p], offset[p], uniform(n * 4),
-                                          0);
+    __builtin_amdgcn_raw_buffer_store_b32(__builtin_bit_cast(int, logits.pair[p]), o.pair[p], offset[p],
+                                          uniform((int)((unsigned)n * 4)), 0);
 }
 
 // ---- Outside the tiles
