@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -300,3 +301,46 @@ def test_what_the_simulator_lacks_is_said(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match="the simulator needs tinygrad: pip install it"), simulation("gfx950"):
         pass
     assert arch_of("cpu").name == "cpu"
+
+
+MAPS = """\
+7f00-7f01 r-xp 00000000 08:01 1   {first}
+7f01-7f02 r--p 00001000 08:01 1   {first}
+7f02-7f03 r-xp 00000000 08:01 2   {second}
+7f03-7f04 r-xp 00000000 08:01 3   /usr/lib/libc.so.6
+7f04-7f05 rw-p 00000000 00:00 0
+"""
+
+
+def test_two_hip_runtimes_in_a_process_are_said(tmp_path, monkeypatch):
+    first, second, link = (
+        tmp_path / "libamdhip64.so.7",
+        tmp_path / "lib" / "libamdhip64.so.7",
+        tmp_path / "libamdhip64.so",
+    )
+    second.parent.mkdir()
+    first.touch()
+    second.touch()
+    link.symlink_to(first)
+    maps = tmp_path / "maps"
+    maps.write_text(MAPS.format(first=first, second=link))
+    assert hip_launcher._loaded_runtimes(maps) == [str(first)]
+    maps.write_text(MAPS.format(first=first, second=second))
+    both = hip_launcher._loaded_runtimes(maps)
+    assert both == sorted(map(str, (first, second)))
+    assert hip_launcher._loaded_runtimes(tmp_path / "none") == []
+
+    module = SimpleNamespace(hipRuntimeGetVersion=lambda: (0, 70000000))
+    monkeypatch.setitem(sys.modules, "hip", SimpleNamespace(hip=module))
+    monkeypatch.setattr(hip_launcher.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(hip_launcher, "_loaded_runtimes", lambda: both[:1])
+    assert HipLauncher()._hip is module
+    monkeypatch.setattr(hip_launcher, "_loaded_runtimes", lambda: both)
+    with pytest.raises(HipError, match=f"two HIP runtimes are loaded, {both[0]} and {both[1]}: PyTorch's streams"):
+        HipLauncher()
+    # Selection hears of it where PyTorch runs on ROCm.
+    hip_launcher.default.cache_clear()
+    assert hip_launcher.missing() is None
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "two HIP runtimes" in hip_launcher.missing()
+    hip_launcher.default.cache_clear()

@@ -94,7 +94,46 @@ def windows() -> dict[str, Any]:
     far.copy_(k)
     found["same bits of keys far apart"] = same(call(Options(), far))
     found["kernel of keys far apart"] = kernels[-1]
+    for shift in (24, 25):  # a tile of 128 keys is then 2^31 bytes long, and 2^32
+        far = torch.empty(keys << shift, dtype=torch.uint8).view(k.dtype).as_strided((keys, 128), (1 << shift, 1))
+        far.copy_(k)
+        found[f"same bits of keys 2^{shift} bytes apart"] = same(call(Options(), far))
     return found
+
+
+def reach() -> dict[str, Any]:
+    """Heads further apart than 2^31 / H bytes; a compressed row whose only columns lie past 2 GiB."""
+    rows, keys, heads, head_dim, stride = 2, 64, 128, 32, 17_000_000
+    inputs = make_inputs(rows, keys, heads, head_dim, CPU)
+    ks, ke = make_windows("causal", rows, keys, CPU)
+    q = torch.empty(heads * stride, dtype=torch.uint8).view(inputs.q_fp8.dtype)
+    q = q.as_strided((rows, heads, head_dim), (head_dim, stride, 1))
+    q.copy_(inputs.q_fp8)
+    problem = Problem(rows, keys, heads, head_dim)
+    results = []
+    for of in (inputs.q_fp8, q):
+        out = torch.empty(rows, keys)
+        with simulation("gfx950"):
+            operands = Operands(of, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+            Launch(problem, ARCH, heuristic(problem, ARCH))(operands, out)
+        results.append(out.view(torch.int32))
+
+    rows, keys, before = 1, 100, 600_000_000
+    inputs = make_inputs(rows, keys, 64, 128, CPU)
+    ks, ke = torch.tensor([-before], dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
+    expected = reference_logits(
+        inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, torch.zeros_like(ks), ke
+    )  # fmt: skip
+    problem = Problem(rows, keys, 64, 128, clean_logits=False, max_seqlen_k=before + keys)
+    out = torch.empty(rows, before + keys)
+    out[:, before:] = 7.0
+    with simulation("gfx950"):
+        operands = Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+        Launch(problem, ARCH, heuristic(problem, ARCH))(operands, out)
+    return {
+        "heads": torch.equal(*results),
+        "columns": bool((out[:, before:] - expected).abs().max() < 1e-3),
+    }
 
 
 def faults() -> dict[str, Any]:
@@ -169,5 +208,11 @@ def counts() -> dict[str, Any]:
 
 if __name__ == "__main__":
     watch_kernels()
-    jobs = {"many_rows": many_rows_of_narrow_windows, "windows": windows, "faults": faults, "counts": counts}
+    jobs = {
+        "many_rows": many_rows_of_narrow_windows,
+        "windows": windows,
+        "reach": reach,
+        "faults": faults,
+        "counts": counts,
+    }
     print(json.dumps(jobs[sys.argv[1]]()), flush=True)

@@ -195,6 +195,18 @@ def test_rows_further_apart_than_32_bits(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_the_stride_of_a_single_key_says_nothing(arch):
+    inputs = native_inputs(arch, 2, 1, 32, 128)
+    ks, ke = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    far, near = torch.empty(2, 1), torch.empty(2, 1)
+    given = operands(inputs, ks, ke)
+    with simulation(arch):
+        launch(arch, 2, 1, 32, 128)(given._replace(k=given.k.as_strided((1, 128), (2**33, 1))), far)
+        launch(arch, 2, 1, 32, 128)(given, near)
+    assert same_bits(far, near)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_nothing_past_an_operand_is_touched(arch):
     rows, keys = 3, 300
     inputs = native_inputs(arch, rows, keys, 32, 128)

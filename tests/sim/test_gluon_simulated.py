@@ -46,7 +46,13 @@ def test_windows_orders_and_addresses():
     assert found["same bits with 64-bit pointers"]
     assert found["same bits of keys far apart"]
     assert found["kernel of keys far apart"].endswith("_wide_gluon")
+    assert found["same bits of keys 2^24 bytes apart"]
+    assert found["same bits of keys 2^25 bytes apart"]
     assert found["untouched gaps"]
+
+
+def test_addresses_beyond_32_bits():
+    assert run("reach") == {"heads": True, "columns": True}
 
 
 def test_planted_faults_are_found():

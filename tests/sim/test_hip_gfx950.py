@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder,
 
 from helpers import CPU, check_guarded, expected_for, same_bits  # noqa: E402
 from lightning_indexer import Arch, Problem, calc_diff, fp8_mqa_logits  # noqa: E402
-from lightning_indexer.backends.hip_gfx950.backend import HipGfx950, Launch, launch  # noqa: E402
-from lightning_indexer.backends.hip_gfx950.config import Tunables, heuristic  # noqa: E402
+from lightning_indexer.backends.hip_gfx950.backend import HipGfx950, launch  # noqa: E402
+from lightning_indexer.backends.hip_gfx950.config import Tunables  # noqa: E402
 from lightning_indexer.bench.cases import Inputs, make_inputs, make_windows  # noqa: E402
 from lightning_indexer.bench.cost import Model  # noqa: E402
 from lightning_indexer.bench.rates import MI355X  # noqa: E402
@@ -292,17 +292,46 @@ def test_strided_operands_and_rows_of_the_result_past_two_gib(tunables):
     torch.testing.assert_close(out.clone(), expected, atol=1e-3, rtol=1e-5)
 
 
-def test_strides_out_of_reach_are_refused():
-    rows, keys = 2, 8
+@BOTH
+def test_strides_out_of_reach_go_through_a_copy(tunables):
+    rows, keys = 3, 20
     inputs = make_inputs(rows, keys, 32, 128, CPU)
-    ks, ke = make_windows("causal", rows, keys, CPU)
-    run = Launch(Problem(rows, keys, 32, 128), heuristic(Problem(rows, keys, 32, 128), GFX950))
-    out = torch.empty_strided((rows, keys), (2**30, 1), device="meta")
-    with pytest.raises(ValueError, match="out: got a row stride of 1073741824, expected at most"):
-        run(operands(inputs, ks, ke), out)
-    wide = torch.empty_strided((keys, 128), (2**27, 1), dtype=torch.uint8, device="meta").view(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="k: got a row stride of 134217728, expected at most 67108864"):
-        run(operands(inputs, ks, ke)._replace(k=wide), torch.empty(rows, keys))
+    ks, ke = make_windows("misaligned", rows, keys, CPU)
+    # Address space only: pages that nothing touches are never there.
+    far = torch.empty(keys << 27, dtype=torch.uint8).view(torch.float8_e4m3fn).as_strided((keys, 128), (2**27, 1))
+    far.copy_(inputs.k_fp8)
+    out = torch.empty(3 << 30).as_strided((rows, keys), (2**30, 1))
+    near = torch.empty(rows, keys)
+    for clean in (True, False):
+        problem = Problem(rows, keys, 32, 128, clean_logits=clean)
+        given = operands(inputs, ks, ke)
+        out.fill_(5.0)
+        near.fill_(5.0)
+        with simulation("gfx950"):
+            launch(problem, given._replace(k=far), out, GFX950, tunables)
+            launch(problem, given, near, GFX950, tunables)
+        assert same_bits(out, near)
+
+
+def test_the_stride_of_a_single_row_says_nothing():
+    inputs = make_inputs(1, 1, 32, 128, CPU)
+    ks, ke = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    k, out = inputs.k_fp8.as_strided((1, 128), (2**33, 1)), torch.empty(1, 1).as_strided((1, 1), (2**33, 1))
+    with simulation("gfx950"):
+        launch(Problem(1, 1, 32, 128), operands(inputs, ks, ke)._replace(k=k), out, GFX950, STREAM)
+    torch.testing.assert_close(out, expected_for(inputs, ks, ke), atol=1e-3, rtol=1e-5)
+
+
+def test_a_problem_that_the_gate_refuses_does_not_run():
+    inputs = make_inputs(2, 8, 32, 128, CPU)
+    given = operands(inputs, *make_windows("causal", 2, 8, CPU))
+    for problem, reason in (
+        (Problem(2, 8, 32, 128, out_dtype=torch.bfloat16), "writes float32 logits"),
+        (Problem(2, 8, 32, 128, clean_logits=False, max_seqlen_k=8), "compressed logits are not built"),
+        (Problem(2, 8, 32, 64), "D=64 is not one of 128"),
+    ):
+        with pytest.raises(ValueError, match=f"hip-gfx950: .*{reason}"):
+            launch(problem, given, torch.empty(2, 8), GFX950, Tunables())
 
 
 # Its cost

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +19,18 @@ from lightning_indexer.toolchain.code_object import CodeObject
 
 
 class HipError(RuntimeError):
-    """A call of the HIP runtime failed; the message names it and the error."""
+    """A call of the HIP runtime failed, and the message names it and the error; or there are two runtimes."""
 
 
 def missing() -> str | None:
-    """None, or what to install, with the command."""
+    """None, or what to install, with the command; where PyTorch runs on ROCm, also what is wrong with the runtime."""
     if importlib.util.find_spec("hip") is None:
         return "hip-python is not installed: pip install 'lightning-indexer[hip]'"
+    if torch.version.hip is not None:
+        try:
+            default()
+        except HipError as error:
+            return str(error)
     return None
 
 
@@ -35,13 +42,7 @@ class HipLauncher:
 
     def __init__(self, hip: Any = None) -> None:
         """``hip``: what ``from hip import hip`` gives, imported if None; ModuleNotFoundError says what to install."""
-        if hip is None:
-            if (reason := missing()) is not None:
-                raise ModuleNotFoundError(reason)
-            from hip import hip as runtime
-
-            hip = runtime
-        self._hip = hip
+        self._hip = _runtime() if hip is None else hip
         # The module is kept beside its function, which it owns.
         self._loaded: dict[tuple[int, CodeObject, str], tuple[Any, Any]] = {}
 
@@ -97,6 +98,36 @@ class HipLauncher:
 def default() -> HipLauncher:
     """The launcher that the process shares."""
     return HipLauncher()
+
+
+def _runtime() -> Any:
+    """hip-python's module, its library loaded.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+        HipError: PyTorch has loaded another copy of the runtime, whose streams and allocations this one does not know.
+    """
+    if importlib.util.find_spec("hip") is None:
+        raise ModuleNotFoundError("hip-python is not installed: pip install 'lightning-indexer[hip]'")
+    from hip import hip
+
+    hip.hipRuntimeGetVersion()  # loads the library
+    if len(loaded := _loaded_runtimes()) > 1:
+        raise HipError(
+            f"two HIP runtimes are loaded, {' and '.join(loaded)}: PyTorch's streams mean nothing to the other one; "
+            "point ROCM_PATH and LD_LIBRARY_PATH at the ROCm that PyTorch uses"
+        )
+    return hip
+
+
+def _loaded_runtimes(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """The files of the HIP runtimes in this process."""
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "libamdhip64" in line}
+    return sorted({os.path.realpath(path) for path in paths})
 
 
 # hip/hip_runtime_api.h: HIP_LAUNCH_PARAM_BUFFER_POINTER, HIP_LAUNCH_PARAM_BUFFER_SIZE, HIP_LAUNCH_PARAM_END.

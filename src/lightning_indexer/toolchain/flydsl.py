@@ -75,7 +75,9 @@ def compile_flydsl(
             pass  # another thread was interrupted, and its process ended with it
         elf, printed = answer
         isa = repair(printed, arch)
-        code_object = CodeObject(elf) if isa is printed else amdgpu_clang.assemble(isa, arch)
+        # The directive names the target as FlyDSL's LLVM spells it, another as the assembler does.
+        plain = re.sub(r"(?m)^\s*\.amdgcn_target.*$", "", isa)
+        code_object = CodeObject(elf) if isa is printed else amdgpu_clang.assemble(plain, arch)
         return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler, argument_names)
 
     return get_or_build(key, build)

@@ -323,7 +323,9 @@ def make(name, **facts):
         q_head: fx.Int64, k_row: fx.Int32, w_row: fx.Int64, out_row: fx.Int64, stream: fx.Stream,
     ):  # fmt: skip
         kernel(q, k, kv_scale, weights, ks, ke, out, m, n, width, chunk, q_row, q_head, k_row, w_row, out_row).launch(
-            grid=(m, 1, 1), block=[layout.threads, 1, 1], stream=stream
+            grid=(m, 1, 1),  # of FlyDSL's own launch, which nothing uses
+            block=[layout.threads, 1, 1],
+            stream=stream,
         )
 
     def pointer(ty, align):
