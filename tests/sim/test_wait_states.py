@@ -12,7 +12,15 @@ pytest.importorskip("tinygrad")
 pytest.importorskip("ziglang")
 
 from lightning_indexer import Arch, Problem, dispatch  # noqa: E402
-from lightning_indexer.sim import Memory, Options, SimulationFault, Simulator, waitstates  # noqa: E402
+from lightning_indexer.sim import (  # noqa: E402
+    Hazard,
+    Memory,
+    Options,
+    SimulationFault,
+    Simulator,
+    too_close,
+    waitstates,
+)
 from lightning_indexer.sim.program import Program  # noqa: E402
 from lightning_indexer.toolchain import amdgpu_clang  # noqa: E402
 from lightning_indexer.toolchain.repair import repair  # noqa: E402
@@ -42,8 +50,8 @@ def assemble(lines: str, arch: str):
     return amdgpu_clang.assemble(KERNEL.format(lines=lines), arch)
 
 
-def found(lines: str, arch: str) -> list[waitstates.Hazard]:
-    return list(waitstates.hazards(Program(assemble(lines, arch), "kernel", Options())))
+def found(lines: str, arch: str) -> list[Hazard]:
+    return too_close(assemble(lines, arch), "kernel")
 
 
 def nops(count: int) -> str:

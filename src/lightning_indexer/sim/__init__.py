@@ -17,16 +17,17 @@ if TYPE_CHECKING:
     from lightning_indexer.sim.options import Loop, Options, Report
     from lightning_indexer.sim.snippet import State, run_snippet
     from lightning_indexer.sim.text import listing
+    from lightning_indexer.sim.waitstates import Hazard, too_close
 
 __all__ = [
-    "Loop", "Memory", "Options", "Report", "SimulationFault", "Simulator", "State", "UnknownOpcode",
-    "listing", "missing", "run_snippet",
+    "Hazard", "Loop", "Memory", "Options", "Report", "SimulationFault", "Simulator", "State", "UnknownOpcode",
+    "listing", "missing", "run_snippet", "too_close",
 ]  # fmt: skip
 
 _HOME = {
     "SimulationFault": "errors", "UnknownOpcode": "errors", "Simulator": "executor", "listing": "text",
     "Memory": "memory", "Loop": "options", "Options": "options", "Report": "options",
-    "State": "snippet", "run_snippet": "snippet",
+    "State": "snippet", "run_snippet": "snippet", "Hazard": "waitstates", "too_close": "waitstates",
 }  # fmt: skip
 
 

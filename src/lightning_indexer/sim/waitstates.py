@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING
 from lightning_indexer.sim.decode import EXEC, M0, VCC, VGPR0, Instruction
 from lightning_indexer.sim.emit import SGPR_BIT, Emitter
 from lightning_indexer.sim.errors import SimulationFault, UnknownOpcode
+from lightning_indexer.sim.options import Options
 
 if TYPE_CHECKING:
     from lightning_indexer.sim.program import Program
+    from lightning_indexer.toolchain.code_object import CodeObject
 
 _VECTOR_REGISTERS = (1 << SGPR_BIT) - 1
 _EXEC_BITS, _VCC_BITS, _M0_BIT = 3 << SGPR_BIT + EXEC, 3 << SGPR_BIT + VCC, 1 << SGPR_BIT + M0
@@ -79,6 +81,18 @@ class Node:
     @property
     def is_memory(self) -> bool:
         return self.ins.kind in ("VMEM_LOAD", "VMEM_STORE", "SCRATCH")
+
+
+def too_close(code_object: CodeObject, kernel: str) -> list[Hazard]:
+    """The hazards of a kernel, on every path through it; nothing is run.
+
+    Raises:
+        KeyError: no such kernel.
+        UnknownOpcode: an arch that is not modelled.
+    """
+    from lightning_indexer.sim.program import Program
+
+    return list(hazards(Program(code_object, kernel, Options())))
 
 
 def check(program: Program) -> None:
