@@ -28,6 +28,12 @@ python -c 'import importlib.metadata as m, sys
 sys.exit(not any(e.name == "lightning_indexer" for e in m.entry_points(group="vllm.general_plugins")))' ||
   { echo "vllm_ab: lightning-indexer is not installed as a plugin of this vLLM: pip install it here" >&2; exit 1; }
 
+answers() { (exec 3<>"/dev/tcp/127.0.0.1/$PORT") 2>/dev/null; }
+if answers; then
+  echo "vllm_ab: something serves on port $PORT already, and would be measured instead: stop it, or set PORT" >&2
+  exit 1
+fi
+
 mkdir -p "$OUT"
 SERVER=
 stop() {
@@ -38,8 +44,18 @@ stop() {
 }
 trap stop EXIT
 
+alive() { # side
+  kill -0 "$SERVER" 2>/dev/null || { echo "vllm_ab: the server of $1 ended; see $OUT/serve-$1.log" >&2; exit 1; }
+}
+
 serve() { # side, 0 or 1
   local log=$OUT/serve-$1.log waited=0
+  # The last server's processes may hold the port for a while.
+  while answers; do
+    ((waited += 5)) && ((waited < 120)) || { echo "vllm_ab: port $PORT stays taken before $1 starts" >&2; exit 1; }
+    sleep 5
+  done
+  waited=0
   local traces=$OUT/traces-$1
   mkdir -p "$traces"
   echo "== $1: LIGHTNING_INDEXER_VLLM=$2, log $log"
@@ -50,14 +66,23 @@ serve() { # side, 0 or 1
     "${MORE[@]}" >"$log" 2>&1 &
   SERVER=$!
   until curl -fs "http://127.0.0.1:$PORT/health" >/dev/null; do
-    kill -0 "$SERVER" 2>/dev/null || { echo "vllm_ab: the server of $1 ended; see $log" >&2; exit 1; }
+    alive "$1"
     ((waited += 5)) && ((waited < READY_S)) || { echo "vllm_ab: no server of $1 after $READY_S s; see $log" >&2; exit 1; }
     sleep 5
   done
+  alive "$1"
   if [[ $2 == 1 ]] && ! grep -q "lightning-indexer replaced" "$log"; then
     echo "vllm_ab: B serves, and its log does not say that lightning-indexer replaced anything; see $log" >&2
     exit 1
   fi
+}
+
+taken() { # after the first load: the line comes with the first call
+  local log=$OUT/serve-B.log
+  grep -q "lightning-indexer took its first call" "$log" && return
+  echo "vllm_ab: B has answered requests, and its log does not say that lightning-indexer took a call; see $log" >&2
+  grep "lightning-indexer passed a call on" "$log" | head -n 3 >&2 || true
+  exit 1
 }
 
 load() { # side, name, concurrency, further arguments
@@ -66,13 +91,15 @@ load() { # side, name, concurrency, further arguments
   vllm bench serve --model "$MODEL" --port "$PORT" --dataset-name random --random-input-len "$ISL" \
     --random-output-len "$OSL" --ignore-eos --seed 0 --max-concurrency "$concurrency" \
     --num-prompts $((concurrency * PROMPTS_PER)) --save-result --result-dir "$OUT" \
-    --result-filename "$side-$name.json" "$@"
+    --result-filename "$side-$name.json" "$@" || { alive "$side"; exit 1; }
+  alive "$side"
 }
 
 for round in $(seq "$ROUNDS"); do
   for side in A B; do
     serve "$side" "$([[ $side == B ]] && echo 1 || echo 0)"
     load "$side" warm 1 >/dev/null
+    [[ $side == A ]] || taken
     for concurrency in $CONCURRENCY; do load "$side" "r$round-c$concurrency" "$concurrency"; done
     if [[ $TRACE == 1 && $round == 1 ]]; then
       PROMPTS_PER=1 OSL=4 load "$side" trace 1 --profile
@@ -106,6 +133,8 @@ if [[ $TRACE == 1 ]]; then
     [[ -n $found ]] || { echo "vllm_ab: no trace in $1" >&2; return 1; }
     echo "$found"
   }
-  TRACE_A=$(first "$OUT/traces-A") TRACE_B=$(first "$OUT/traces-B")
+  # Two lines: a line's status is that of its last substitution.
+  TRACE_A=$(first "$OUT/traces-A")
+  TRACE_B=$(first "$OUT/traces-B")
   lightning-indexer trace-diff "$TRACE_A" "$TRACE_B" --json "$OUT/trace-diff.json"
 fi

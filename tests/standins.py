@@ -53,14 +53,26 @@ def vllm_rocm_function() -> Callable:
     return rocm_fp8_mqa_logits
 
 
-def install_vllm(monkeypatch, platform: str | None, version: str = "0.33.0") -> SimpleNamespace:
-    """A vLLM on ROCm, on CUDA, or on neither; its functions raise :class:`OriginalError`."""
-    current = SimpleNamespace(is_rocm=lambda: platform == "rocm", is_cuda=lambda: platform == "cuda")
+def install_vllm(
+    monkeypatch, platform: str | None, version: str = "0.33.0", arch: str | None = None
+) -> SimpleNamespace:
+    """A vLLM on ROCm, on CUDA, or on neither; its functions raise :class:`OriginalError`.
+
+    ``arch`` is what it finds out about the GPU without a context, such as ``sm90``; None finds nothing.
+    """
+    capability = None
+    if platform == "cuda" and arch is not None:
+        capability = SimpleNamespace(major=int(arch[2:-1]), minor=int(arch[-1]))
+    current = SimpleNamespace(
+        is_rocm=lambda: platform == "rocm", is_cuda=lambda: platform == "cuda", get_device_capability=lambda: capability
+    )
     module(monkeypatch, "vllm", __version__=version)
     module(monkeypatch, "vllm.platforms", current_platform=current)
+    module(monkeypatch, "vllm.platforms.rocm", _GCN_ARCH=arch or "")
     function = vllm_cuda_function()
+    mx = capability is not None and capability.major == 10
     return SimpleNamespace(
-        deep_gemm=module(monkeypatch, VLLM_DEEP_GEMM, fp8_fp4_mqa_logits=function),
+        deep_gemm=module(monkeypatch, VLLM_DEEP_GEMM, fp8_fp4_mqa_logits=function, mqa_logits_use_mx_scales=lambda: mx),
         layer=module(monkeypatch, VLLM_LAYER, fp8_fp4_mqa_logits=function),
         rocm=module(monkeypatch, VLLM_ROCM, rocm_fp8_mqa_logits=vllm_rocm_function()),
     )

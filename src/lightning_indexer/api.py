@@ -161,17 +161,24 @@ def _plan(
     )  # fmt: skip
     arch = arch_of(q.device)
     check_dialect(q, k, arch)
-    rows, heads, head_dim = q.shape
-    problem = Problem(
-        rows, k.shape[0], heads, head_dim, q.dtype, k.dtype, out_dtype, clean_logits, max_seqlen_k, is_aligned(q, k)
-    )
+    problem = problem_of(q, k, out_dtype, clean_logits, max_seqlen_k)
     run = dispatch.prepare(problem, arch, backend)
     return _Plan(
-        run if rows and problem.keys else None,
-        (rows, problem.width),
+        run if problem.rows and problem.keys else None,
+        (problem.rows, problem.width),
         (row_stride(problem.width, out_dtype), 1),
         kv_scale.dim() == 2,
         arch if arch.fp8 == "fnuz" else None,
+    )
+
+
+def problem_of(
+    q: torch.Tensor, k: torch.Tensor, out_dtype: torch.dtype, clean_logits: bool, max_seqlen_k: int
+) -> Problem:
+    """The facts of a call with these operands, which have been validated."""
+    rows, heads, head_dim = q.shape
+    return Problem(
+        rows, k.shape[0], heads, head_dim, q.dtype, k.dtype, out_dtype, clean_logits, max_seqlen_k, is_aligned(q, k)
     )
 
 

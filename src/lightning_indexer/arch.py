@@ -90,12 +90,8 @@ def arch_of(device: torch.device | str) -> Arch:
     """
     if (assumed := _ASSUMED.get()) is not None:
         return assumed
-    forced = envs.arch()
-    if forced is not None:
-        try:
-            return Arch.parse(forced)
-        except ValueError as error:
-            raise ValueError(f"LIGHTNING_INDEXER_ARCH: {error}") from None
+    if (forced := forced_arch()) is not None:
+        return forced
     if isinstance(device, str):
         device = torch.device(device)
     if device.type == "cpu":
@@ -103,6 +99,19 @@ def arch_of(device: torch.device | str) -> Arch:
     if device.type == "cuda":
         return _cuda_arch(torch.cuda.current_device() if device.index is None else device.index)
     return Arch(device.type, "other", "none", 1, "a device this library has no kernels for", listed=False)
+
+
+def forced_arch() -> Arch | None:
+    """What ``LIGHTNING_INDEXER_ARCH`` names, or None.
+
+    Raises:
+        ValueError: it names an arch that is not known.
+    """
+    name = envs.arch()
+    try:
+        return None if name is None else Arch.parse(name)
+    except ValueError as error:
+        raise ValueError(f"LIGHTNING_INDEXER_ARCH: {error}") from None
 
 
 @contextlib.contextmanager
@@ -130,12 +139,12 @@ def assumed() -> Arch | None:
 @functools.cache
 def _cuda_arch(index: int) -> Arch:
     properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip:
-        name, vendor = str(properties.gcnArchName).split(":")[0], "amd"
-    else:
-        name, vendor = f"sm{properties.major}{properties.minor}", "nvidia"
-    listed = _TABLE.get(name)
-    if listed is None:
-        unlisted: Vendor = "amd" if vendor == "amd" else "nvidia"
-        return Arch(name, unlisted, "none", properties.multi_processor_count, properties.name, listed=False)
-    return replace(listed, units=properties.multi_processor_count)
+    amd = str(properties.gcnArchName).split(":")[0] if torch.version.hip else None
+    name = amd or f"sm{properties.major}{properties.minor}"
+    return replace(gpu_arch(name, properties.name), units=properties.multi_processor_count)
+
+
+def gpu_arch(name: str, products: str = "a GPU this library has no kernels for") -> Arch:
+    """The arch of a GPU by its name, ``sm90`` or ``gfx950``; one that is not in the table is not ``listed``."""
+    vendor: Vendor = "amd" if name.startswith("gfx") else "nvidia"
+    return _TABLE.get(name) or Arch(name, vendor, "none", 1, products, listed=False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -78,6 +80,27 @@ def problem(shape: str, form: str) -> Problem:
     rows, keys, heads, head_dim = numbers
     width = keys if form == "compressed" else 0
     return Problem(rows, keys, heads, head_dim, clean_logits=form == "clean", max_seqlen_k=width)
+
+
+def writable_file(option: str, path: Path) -> None:
+    """Refuses a file that cannot be written, before the work whose result it is to hold."""
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint=option) from None
+    if is_new:
+        path.unlink()
+
+
+def writable_folder(option: str, path: Path) -> None:
+    """Makes a folder; refuses one that cannot be made or written into."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write into {path}: {error.strerror}", param_hint=option) from None
 
 
 def ints(option: str, text: str) -> list[int]:

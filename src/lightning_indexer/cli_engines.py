@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from lightning_indexer import cli_common as common
 from lightning_indexer import dispatch
-from lightning_indexer.arch import arch_of
+from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.cli_common import err
 from lightning_indexer.e2e import report, traces
 from lightning_indexer.e2e import run as runner
@@ -30,8 +29,12 @@ def e2e(
     context: Annotated[
         str | None, typer.Option(help=f"Prompt lengths. Default: {GPU_CONTEXTS} on a GPU, {CPU_CONTEXTS} on a CPU.")
     ] = None,
-    a: Annotated[str | None, typer.Option("--a", help="Side A. Default: triton-portable on a GPU.")] = None,
-    b: Annotated[str | None, typer.Option("--b", help="Side B. Default: what calls would take.")] = None,
+    a: Annotated[
+        str | None, typer.Option("--a", help="Side A. Default: triton-portable; torch-blocked on a CPU.")
+    ] = None,
+    b: Annotated[
+        str | None, typer.Option("--b", help="Side B. Default: what the library chooses for each call's shape.")
+    ] = None,
     size: Annotated[
         str | None, typer.Option(help="full, or small: the indexer's own H and D in thin layers, the default on a CPU.")
     ] = None,
@@ -69,15 +72,19 @@ def e2e(
         raise typer.BadParameter(
             f"got {max_logits_mb} MiB, less than one row of {max(contexts)} logits", param_hint="--max-logits-mb"
         )
-    problem = Problem(min(step, min(contexts)), min(contexts), dims.index_heads, dims.index_dim)
-    sides = _side("--a", a or ("triton-portable" if on_gpu else None), where, problem), _side("--b", b, where, problem)
+    sides = a or ("triton-portable" if on_gpu else "torch-blocked"), b
+    arch = arch_of(where)
+    budget = max_logits_mb * 2**20
+    calls = [call for context in contexts for call in runner.problems(dims, context, step, budget)]
+    ran = [_ran(option, name, arch, calls) for option, name in zip(("--a", "--b"), sides, strict=True)]
+    common.writable_folder("--results", results)
     plan = runner.Plan(
         dims=dims, layers=layers or dims.layers, contexts=tuple(contexts), backends=sides, step=step,
-        max_logits_bytes=max_logits_mb * 2**20, repeats=repeats, needles=needles, checked_rows=rows, seed=seed,
+        max_logits_bytes=budget, repeats=repeats, needles=needles, checked_rows=rows, seed=seed,
         trace_folder=results if trace else None,
     )  # fmt: skip
-    if sides[0] == sides[1]:
-        err.print(f"A and B are both {sides[0]}: the ratios show how far two runs of one thing differ here")
+    if ran[0] == ran[1]:
+        err.print(f"A and B are both {', '.join(ran[0])}: the ratios show how far two runs of one thing differ here")
     from lightning_indexer.bench import environment
 
     with common.progress() as progress:
@@ -86,7 +93,7 @@ def e2e(
         def begins(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
-        found = runner.run(plan, where, begins)
+        found = runner.run(plan, where, arch, begins)
     facts = environment.record(where)
     text = report.markdown(plan, found, facts, shlex.join(["lightning-indexer", *sys.argv[1:]]))
     typer.echo(text)
@@ -112,8 +119,10 @@ def trace_diff(
     """Two kernel traces, summed by kernel: launches, total time, ratio. Traces of vLLM and SGLang will do.
 
     Examples: `lightning-indexer trace-diff results/e2e/a.json.gz results/e2e/b.json.gz`,
-    `lightning-indexer trace-diff a.pt.trace.json.gz b.pt.trace.json.gz --group mqa_logits --group topk`
+    `lightning-indexer trace-diff a.pt.trace.json.gz b.pt.trace.json.gz --group '^(?!.*paged).*mqa_logits' --group topk`
     """
+    if json_path is not None:
+        common.writable_file("--json", json_path)
     with common.bad_parameter(None):
         found = traces.diff(traces.load(a), traces.load(b), group or (traces.SCORING,))
     typer.echo(f"A: {a}\nB: {b}\n")
@@ -125,13 +134,12 @@ def trace_diff(
         json_path.write_text(json.dumps(report.trace_records(found), indent=1) + "\n")
 
 
-def _side(option: str, name: str | None, where: torch.device, problem: Problem) -> str:
-    """The backend of one side, checked: it must run this model's scoring here."""
-    arch = arch_of(where)
+def _ran(option: str, name: str | None, arch: Arch, calls: list[Problem]) -> dict[str, int]:
+    """What one side comes to, checked: it must run every one of the calls here."""
     with common.bad_parameter(option):
         if name is not None:
             dispatch.get(name)
         try:
-            return dispatch.select(problem, arch, name).name
+            return runner.ran(calls, arch, name)
         except dispatch.BackendUnavailableError as error:
             raise ValueError(str(error)) from None

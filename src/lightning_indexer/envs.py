@@ -16,6 +16,7 @@ KNOWN: dict[str, str] = {
     "LIGHTNING_INDEXER_CACHE_DIR": "keep compiled kernels here (default ~/.cache/lightning-indexer)",
     "LIGHTNING_INDEXER_KERNELS": "0: calls that name no backend run torch-blocked, on every device (default 1)",
     "LIGHTNING_INDEXER_VLLM": "1: the vLLM plugin replaces vLLM's prefill scoring with this library's (default 0)",
+    "LIGHTNING_INDEXER_SGLANG": "1: the SGLang plugin replaces the functions by which SGLang scores (default 0)",
 }
 
 
@@ -42,6 +43,11 @@ def kernels() -> bool:
 def vllm_plugin() -> bool:
     """True where the vLLM plugin is to replace vLLM's scoring."""
     return _switch("LIGHTNING_INDEXER_VLLM", default=False)
+
+
+def sglang_plugin() -> bool:
+    """True where the SGLang plugin is to replace the functions by which SGLang scores."""
+    return _switch("LIGHTNING_INDEXER_SGLANG", default=False)
 
 
 def vllm_without_aiter() -> bool:

@@ -19,6 +19,9 @@ GLUON_HEADS, GLUON_HEAD_DIM, GLUON_ROWS = 64, 128, 4096
 
 KERNELS_OFF = "kernels are switched off"
 
+# (backend, arch) that this project has timed on hardware: an H200, and CPUs.
+MEASURED = frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")})
+
 
 class Step(NamedTuple):
     """One backend of the chain.

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from faulty import FaultyBackend, install
 from helpers import CPU
-from lightning_indexer import cli, fp8_mqa_logits, quantize_k
+from lightning_indexer import Arch, cli, dispatch, fp8_mqa_logits, quantize_k
 from lightning_indexer.e2e import checks, report, run, stack, traces
 from lightning_indexer.e2e.cache import BLOCK_TOKENS, PagedKeys
 from lightning_indexer.e2e.clock import Clock
@@ -214,7 +214,7 @@ def test_a_b_a_b(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     begun = []
     chosen = plan(tmp_path)
-    results = run.run(chosen, CPU, begun.append)
+    results = run.run(chosen, CPU, Arch.parse("cpu"), begun.append)
     assert len(begun) == run.steps(chosen)
     timed = [line.split()[:2] for line in begun if line.endswith("timed")]
     assert timed == [[str(c), side] for c in (96, 128) for side in "ABAB"]
@@ -240,10 +240,101 @@ def test_a_b_a_b(tmp_path, monkeypatch):
 def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_indexer.bench.environment.no_room", lambda needed, device: "needs more")
     chosen = plan(tmp_path)
-    results = run.run(chosen, CPU, lambda _: None)
+    results = run.run(chosen, CPU, Arch.parse("cpu"), lambda _: None)
     assert [result.left_out for result in results] == ["needs more", "needs more"]
     assert report.failures(results) == ["no context could be run"]
     assert "left out: context 128: needs more" in report.markdown(chosen, results, {}, "")
+
+
+def test_every_context_is_asked_for_its_room(tmp_path, monkeypatch):
+    """Also the second, for which the weights are there already."""
+    asked = []
+
+    def no_room(needed, device):
+        asked.append(needed)
+        return "needs more" if len(asked) == 2 else None
+
+    monkeypatch.setattr("lightning_indexer.bench.environment.no_room", no_room)
+    chosen = plan(tmp_path, contexts=(128, 96), repeats=1, trace_folder=None)
+    first, second = run.run(chosen, CPU, Arch.parse("cpu"), lambda _: None)
+    assert [side.label for side in first.sides] == ["A", "B"]
+    assert (first.left_out, second.left_out, second.sides) == (None, "needs more", ())
+    weights = stack.Stack(TINY, 2, CPU, torch.float32, seed=0).weight_bytes()
+    sizes = [stack.needed_bytes(TINY, 2, c, 64, 128 * 128, torch.float32) for c in (128, 96)]
+    assert asked == [sizes[0], sizes[1] - weights]
+    assert 0 < weights <= 2 * 4 * TINY.parameters()
+
+
+def test_a_context_that_runs_out_of_memory_is_left_out(tmp_path, monkeypatch):
+    """The others keep their results, and the report has both."""
+    prefilled = stack.Stack.prefill
+
+    def prefill(self, prompt, *args, **options):
+        if prompt.shape[0] == 112:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB.\nMore of it")
+        return prefilled(self, prompt, *args, **options)
+
+    monkeypatch.setattr(stack.Stack, "prefill", prefill)
+    chosen = plan(tmp_path, contexts=(96, 112, 128), repeats=1, trace_folder=None)
+    results = run.run(chosen, CPU, Arch.parse("cpu"), lambda _: None)
+    assert [len(result.sides) for result in results] == [2, 0, 2]
+    reason = "ran out of memory: CUDA out of memory. Tried to allocate 8 GiB."
+    assert results[1].left_out == reason
+    text = report.markdown(chosen, results, {}, "")
+    assert f"left out: context 112: {reason}" in text
+    paths = report.write(tmp_path, text, chosen, results, {})
+    document = json.loads(paths[1].read_text())
+    assert document["left_out"] == {"112": reason}
+    assert [r["context"] for r in document["runs"]] == [96, 96, 128, 128]
+
+
+# A side without a name
+
+
+def test_the_calls_of_a_layer_are_the_planners(tiny, prompt):
+    """What is counted before the run is what is scored in it."""
+    seen = []
+    prefill(tiny, prompt, observer=stack.Observer(seen.append, lambda *_: None))
+    calls = run.problems(TINY, CONTEXT, STEP, BUDGET)
+    assert [(s.q.shape[0], s.k.shape[0], *s.q.shape[1:]) for s in seen] == [
+        (p.rows, p.keys, p.heads, p.head_dim) for p in calls
+    ]
+    assert len(calls) > 3
+
+
+def test_a_side_without_a_name_follows_each_calls_shape(monkeypatch):
+    """At H=32 the policy of gfx950 changes with the length of K beside the rows."""
+    for backend in dispatch.backends():
+        monkeypatch.setattr(type(backend), "missing", lambda self: None)
+    calls = run.problems(MODELS["glm-5.2"], 131072, 16384, 512 * 2**20)
+    found = run.ran(calls, Arch.parse("gfx950"), None)
+    assert set(found) == {"hip-gfx950", "flydsl"}
+    assert sum(found.values()) == len(calls)
+    assert run.ran(calls, Arch.parse("gfx950"), "flydsl") == {"flydsl": len(calls)}
+
+
+def test_the_report_says_what_the_policy_ran(tmp_path, monkeypatch):
+    asked = []
+    scored = stack.fp8_mqa_logits
+
+    def score(*args, backend):
+        asked.append(backend)
+        return scored(*args, backend=backend)
+
+    monkeypatch.setattr(stack, "fp8_mqa_logits", score)
+    chosen = plan(tmp_path, contexts=(96,), backends=("torch-blocked", None), repeats=1, trace_folder=None)
+    results = run.run(chosen, CPU, Arch.parse("cpu"), lambda _: None)
+    assert set(asked) == {"torch-blocked", None}  # None all through: the library chooses for each call
+    text = report.markdown(chosen, results, {}, "")
+    calls = len(run.problems(TINY, 96, 64, 128 * 128))
+    assert "A = `torch-blocked`, B = `policy`" in text
+    assert "| 96 | B | policy: torch-blocked |" in text
+    assert f"B: the policy's choice; calls of one layer by backend: torch-blocked {calls}" in text
+    document = json.loads(report.write(tmp_path, text, chosen, results, {})[1].read_text())
+    assert [(r["backend"], r["ran"]) for r in document["runs"]] == [
+        ("torch-blocked", {"torch-blocked": calls}),
+        ("policy", {"torch-blocked": calls}),
+    ]
 
 
 # The command
@@ -279,6 +370,17 @@ def test_the_command_fails_where_a_backend_loses_needles(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "FAIL context 128, B faulty: needles" in result.output
     assert "A torch-blocked" not in result.output.split("FAIL")[1]
+
+
+def test_results_that_cannot_be_written_are_refused_before_the_run(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(run, "run", lambda *_: pytest.fail("it ran"))
+    for place in ("file", "file/folder"):
+        result = invoke("--context", "1024", "--results", str(tmp_path / place))
+        assert result.exit_code == 2
+        assert isinstance(result.exception, SystemExit)
+        text = " ".join(result.output.replace("│", " ").split())
+        assert "Invalid value for --results: cannot write into" in text
 
 
 @pytest.mark.parametrize(

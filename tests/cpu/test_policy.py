@@ -67,6 +67,13 @@ def test_kernels_off_is_torch_everywhere(arch, shape):
     assert tried(arch, *shape, kernels=False) == ("torch-blocked",)
 
 
+def test_what_has_been_measured_exists():
+    names = {backend.name for backend in dispatch.backends()}
+    for backend, arch in policy.MEASURED:
+        assert backend in names
+        assert backend in tried(arch, 4096, 32768, 64)
+
+
 # The four cases of vLLM's own dispatch test: gfx942, gfx950, another arch, and AITER disabled.
 VLLM_CASES = [
     ("gfx942", True, (4096, 32768, 32), "flydsl"),

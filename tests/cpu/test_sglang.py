@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,10 +16,12 @@ import standins
 from helpers import CPU, assert_matches, expected_for
 from lightning_indexer.bench.cases import make_inputs, make_windows
 from lightning_indexer.integrations import sglang
+from lightning_indexer.integrations.notes import Notes
 from lightning_indexer.integrations.patching import IntegrationError, parameters
 from standins import OriginalError
 
 ROWS, KEYS, HEADS, HEAD_DIM = 12, 77, 8, 32
+ROOT = Path(__file__).resolve().parents[2]
 OLD, NEW = (f"{name}.fp8_mqa_logits" for name in standins.AITER_MODULES)
 
 
@@ -25,6 +31,7 @@ def _clean(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     for integration in sglang._INTEGRATIONS.values():
         monkeypatch.setattr(integration, "_sites", [])
+    monkeypatch.setattr(sglang, "_NOTES", Notes("SGLang", sglang._LOGGER))
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +154,160 @@ def test_an_aiter_without_clean_logits(monkeypatch):
 
     standins.module(monkeypatch, standins.AITER_MODULES[0], fp8_mqa_logits=fp8_mqa_logits)
     assert sglang.install("rocm") == (OLD,)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["one seam", "two seams"])
+def test_two_modules_of_one_name(monkeypatch, inputs, windows, both):
+    """A copy that was loaded from the same file under another key of ``sys.modules`` keeps its ``__name__``."""
+    function = standins.aiter_function()
+    (first,) = put_aiter(monkeypatch, standins.AITER_MODULES[0])
+    monkeypatch.setattr(first, "fp8_mqa_logits", function)
+    copy = ModuleType(first.__name__)
+    copy.__spec__ = first.__spec__
+    copy.fp8_mqa_logits = standins.aiter_function() if both else function
+    if both:
+        standins.module(monkeypatch, "aiter.ops.triton.attention")
+    monkeypatch.setitem(sys.modules, standins.AITER_MODULES[1] if both else "aiter.copy", copy)
+    originals = [first.fp8_mqa_logits, copy.fp8_mqa_logits]
+    assert sglang.install("rocm") == (OLD, OLD)
+    for module in (first, copy):
+        logits = module.fp8_mqa_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, *windows)
+        assert_matches(logits, expected_for(inputs, *windows), clean=True)
+    sglang.uninstall("rocm")
+    assert [first.fp8_mqa_logits, copy.fp8_mqa_logits] == originals
+
+
+def test_one_module_under_two_names(monkeypatch):
+    (module,) = put_aiter(monkeypatch, standins.AITER_MODULES[0])
+    monkeypatch.setitem(sys.modules, "aiter.alias", module)
+    monkeypatch.setitem(sys.modules, "aiter.other", module)
+    assert sglang.install("rocm") == (OLD,)
+
+
+# The plugin
+
+
+def test_the_plugin_is_off_by_default(monkeypatch, platform):
+    sglang.register()
+    monkeypatch.setenv("LIGHTNING_INDEXER_SGLANG", "0")
+    sglang.register()
+    assert sglang.replaced("rocm") == sglang.replaced("cuda") == ()
+
+
+def test_the_plugin(monkeypatch, platform, inputs, windows):
+    monkeypatch.setenv("LIGHTNING_INDEXER_SGLANG", "1")
+    monkeypatch.setattr(torch.version, "hip", "7.0" if platform == "rocm" else None)
+    sglang.register()
+    sglang.register()
+    assert sglang.replaced(platform) == NAMES[platform]
+    assert_matches(SCORE[platform](inputs, windows), expected_for(inputs, *windows), clean=False)
+
+
+@pytest.mark.parametrize("value", ["1", "maybe"])
+def test_what_the_plugin_raises_is_logged_first(monkeypatch, caplog, value):
+    """SGLang swallows what a plugin raises, and serves."""
+    monkeypatch.setenv("LIGHTNING_INDEXER_SGLANG", value)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    error = IntegrationError if value == "1" else ValueError
+    with pytest.raises(error) as info:
+        sglang.register()
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert record.message == (f"lightning-indexer is not installed, SGLang scores with its own functions: {info.value}")
+
+
+def test_variables_that_no_call_could_follow(monkeypatch, caplog, platform):
+    """What the log says holds: nothing is replaced."""
+    monkeypatch.setenv("LIGHTNING_INDEXER_SGLANG", "1")
+    monkeypatch.setenv("LIGHTNING_INDEXER_BACKEND", "slip")
+    with pytest.raises(ValueError, match=r"^LIGHTNING_INDEXER_BACKEND: got 'slip', expected one of "):
+        sglang.register()
+    assert caplog.messages[0].startswith("lightning-indexer is not installed, SGLang scores with its own functions: ")
+    assert sglang.replaced("cuda") == sglang.replaced("rocm") == ()
+
+
+def test_the_entry_point_is_declared():
+    text = (ROOT / "pyproject.toml").read_text()
+    group = text.split('[project.entry-points."sglang.srt.plugins"]\n')[1].split("\n\n")[0]
+    assert group == 'lightning_indexer = "lightning_indexer.integrations.sglang:register"'
+
+
+# As SGLang does it: the parent and each spawned scheduler load the plugins of the group, before anything else.
+SPAWN = """
+import importlib.metadata, multiprocessing, sys
+
+def load_plugins():
+    for entry in importlib.metadata.entry_points(group="sglang.srt.plugins"):
+        try:
+            entry.load()()
+        except Exception as error:
+            print("swallowed", error)
+
+def scheduler(how):
+    if how == "plugin":
+        load_plugins()
+    import deep_gemm
+    print(how, deep_gemm.fp8_mqa_logits.__code__.co_filename.endswith("sglang.py"), flush=True)
+
+if __name__ == "__main__":
+    how = sys.argv[1]
+    if how == "plugin":
+        load_plugins()
+    else:
+        from lightning_indexer.integrations import sglang
+        sglang.install("cuda")
+    child = multiprocessing.get_context("spawn").Process(target=scheduler, args=(how,))
+    child.start()
+    child.join()
+"""
+
+
+@pytest.mark.parametrize(("how", "reached"), [("plugin", True), ("install", False)])
+def test_only_the_plugin_reaches_a_spawned_process(tmp_path, how, reached):
+    (tmp_path / "server.py").write_text(SPAWN)
+    signature = "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0"
+    (tmp_path / "deep_gemm.py").write_text(f"def fp8_mqa_logits({signature}): ...\n")
+    plugin = tmp_path / "lightning_indexer_double-1.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-indexer-double\nVersion: 1\n")
+    group = (ROOT / "pyproject.toml").read_text().split('[project.entry-points."sglang.srt.plugins"]\n')[1]
+    line = group.splitlines()[0].replace('"', "")
+    (plugin / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{line}\n")
+    environment = {
+        **os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "LIGHTNING_INDEXER_SGLANG": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "server.py"), how], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{how} {reached}\n"
+
+
+# What the log says
+
+
+def test_the_log_tells_what_was_taken_and_what_was_not(monkeypatch, platform, inputs, windows, caplog):
+    with caplog.at_level(logging.INFO, "lightning_indexer.sglang"):
+        sglang.install("cuda")
+        import deep_gemm
+
+        kv = (inputs.k_fp8, inputs.kv_scale)
+        for _ in range(2):
+            with pytest.raises(OriginalError):
+                deep_gemm.fp8_mqa_logits(inputs.q_fp8, kv, inputs.weights.bfloat16(), *windows)
+            with pytest.raises(OriginalError):
+                deep_gemm.fp8_mqa_logits(inputs.q, kv, inputs.weights, *windows)
+            deep_gemm.fp8_mqa_logits(inputs.q_fp8, kv, inputs.weights, *windows, False, 30)
+    passed_on = "SGLang: lightning-indexer passed a call on to SGLang's own function:"
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING][:2] == [
+        f"{passed_on} weights are torch.bfloat16",
+        f"{passed_on} q is torch.float32",
+    ]
+    assert caplog.messages[-2].startswith("SGLang on cpu: calls run torch-blocked")
+    assert caplog.messages[-1] == (
+        f"SGLang: lightning-indexer took its first call: torch-blocked, M={ROWS} N={KEYS} H={HEADS} D={HEAD_DIM} "
+        "compressed to 30 float32 on cpu"
+    )
 
 
 # What is not as expected

@@ -88,6 +88,24 @@ def test_what_is_not_a_trace(tmp_path, content, message):
         traces.load(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "scores"),
+    [
+        (OURS, True),
+        (THEIRS, True),
+        ("void deep_gemm::sm90_fp8_mqa_logits<32u, 128u>(unsigned int)", True),
+        ("void deep_gemm::sm90_fp8_paged_mqa_logits<1u, 32u>(unsigned int)", False),
+        ("void deep_gemm::smxx_paged_mqa_logits_metadata<32u>(unsigned int)", False),
+        ("_gluon_deepgemm_fp8_paged_mqa_logits_preshuffle", False),
+        ("persistent_topk", False),
+    ],
+)
+def test_the_default_group_is_prefill_alone(name, scores):
+    """Paged kernels score for decode, which neither side changes."""
+    (group,) = traces.diff({name: Sum(1, 2.0)}, {}).groups
+    assert (group.a.launches == 1) is scores
+
+
 # The command
 
 
@@ -99,7 +117,7 @@ def test_the_command(pair, tmp_path):
     result = invoke(*pair, "--json", tmp_path / "d.json")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert "| /mqa_logits/ | 2 | 1 | 0.40 | 0.16 | -60% | 2.50x |" in lines
+    assert "| /^(?!.*paged).*mqa_logits/ | 2 | 1 | 0.40 | 0.16 | -60% | 2.50x |" in lines
     assert f"| {THEIRS} | 2 | 0 | 0.40 | 0.00 | -100% | - |" in lines
     assert "| all kernels | 4 | 4 | 0.46 | 0.23 | -50% | 2.01x |" in lines
     records = json.loads((tmp_path / "d.json").read_text())
@@ -114,6 +132,21 @@ def test_groups_and_the_length_of_the_list(pair):
     assert (
         sum(line.startswith("| ") for line in result.output.splitlines()) == 5
     )  # header, rule, group, one kernel, all
+
+
+@pytest.mark.parametrize("place", ["folder", "missing/d.json", "a.json.gz/d.json"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_traces_are_read(pair, tmp_path, monkeypatch, place):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(traces, "load", lambda path: pytest.fail("a trace was read"))
+    result = invoke(*pair, "--json", tmp_path / place)
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert "Invalid value for --json: cannot write" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_failure_leaves_no_empty_file(pair, tmp_path):
+    assert invoke(*pair, "--group", "(", "--json", tmp_path / "d.json").exit_code == 2
+    assert not (tmp_path / "d.json").exists()
 
 
 @pytest.mark.parametrize(

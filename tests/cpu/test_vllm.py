@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 import lightning_indexer
 import standins
 from helpers import CPU, assert_matches, expected_for
+from lightning_indexer import dispatch
 from lightning_indexer.bench.cases import make_inputs, make_windows
 from lightning_indexer.integrations import vllm
+from lightning_indexer.integrations.notes import Notes
 from lightning_indexer.integrations.patching import IntegrationError
 from standins import OriginalError
 
@@ -28,6 +31,7 @@ def _clean(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delenv("VLLM_ROCM_USE_AITER", raising=False)
+    monkeypatch.setattr(vllm, "_NOTES", Notes("vLLM", vllm._LOGGER))
     vllm._INTEGRATION._sites = []
     yield
     vllm._INTEGRATION._sites = []
@@ -190,6 +194,179 @@ def test_the_plugin_refuses_another_value(monkeypatch):
         vllm.register()
 
 
+@pytest.mark.parametrize("arch", ["sm100", "sm103"])
+def test_where_vllm_scores_with_mx_scales_nothing_is_replaced(monkeypatch, caplog, arch):
+    """No call would be taken there: a server must not say that it was replaced."""
+    engine = standins.install_vllm(monkeypatch, "cuda", arch=arch)
+    before = engine.layer.fp8_fp4_mqa_logits
+    why = "vLLM scores with MX scales on this GPU (Blackwell, SM100 family), and this library takes no such call"
+    monkeypatch.setenv("LIGHTNING_INDEXER_VLLM", "1")
+    with caplog.at_level(logging.INFO, LOGGER):
+        vllm.register()
+    assert caplog.messages == [f"LIGHTNING_INDEXER_VLLM=1, but {why}: nothing was replaced"]
+    assert caplog.records[0].levelname == "WARNING"
+    with pytest.raises(IntegrationError, match=rf"^{re.escape(why)}: nothing was replaced$"):
+        vllm.install()
+    assert engine.layer.fp8_fp4_mqa_logits is before
+    assert vllm.replaced() == ()
+
+
+# What the log says
+
+
+def messages(caplog, level=logging.INFO):
+    return [record.message for record in caplog.records if record.levelno >= level]
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """Every backend's packages are there, but for those that a test takes away."""
+    missing = {}
+    for backend in dispatch.backends():
+        monkeypatch.setattr(type(backend), "missing", lambda self: missing.get(self.name))
+    return missing
+
+
+@pytest.mark.parametrize(
+    ("platform", "arch", "chain", "unmeasured"),
+    [
+        ("cuda", "sm90", "cuda-sm90, else triton-portable, else torch-blocked (H=32, 64)", None),
+        ("cuda", "sm120", "triton-portable, else torch-blocked (H=32, 64)", "triton-portable"),
+        ("rocm", "gfx942", "flydsl, else triton-portable, else torch-blocked (H=32, 64)", "flydsl"),
+        (
+            "rocm",
+            "gfx950",
+            "hip-gfx950, else flydsl, else triton-portable, else torch-blocked (H=32); "
+            "gluon-gfx950, else flydsl, else triton-portable, else torch-blocked (H=64)",
+            "hip-gfx950",
+        ),
+        ("rocm", "gfx1100", "torch-blocked (H=32, 64)", "torch-blocked"),
+    ],
+)
+def test_the_log_says_which_backends_run(monkeypatch, caplog, packages, platform, arch, chain, unmeasured):
+    standins.install_vllm(monkeypatch, platform, arch=arch)
+    with caplog.at_level(logging.INFO, LOGGER):
+        vllm.install()
+        vllm.install()
+    assert messages(caplog).count(f"vLLM on {arch}: calls run {chain}") == 1
+    warnings = messages(caplog, logging.WARNING)
+    if unmeasured is None:
+        assert warnings == []
+    else:
+        assert warnings[0] == f"vLLM: {unmeasured} has not been measured on {arch}: compare before you rely on it"
+
+
+def test_the_log_warns_of_a_missing_package(monkeypatch, caplog, packages):
+    packages["cuda-sm90"] = "cuda-core is not installed: pip install it"
+    standins.install_vllm(monkeypatch, "cuda", arch="sm90")
+    vllm.install()
+    assert messages(caplog, logging.WARNING) == [
+        "vLLM: cuda-sm90 would run on sm90, but cuda-core is not installed: pip install it; what runs instead is "
+        "slower than DeepGEMM"
+    ]
+
+
+def test_the_log_follows_the_environment(monkeypatch, caplog, packages):
+    monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx942")
+    monkeypatch.setenv("LIGHTNING_INDEXER_BACKEND", "torch-blocked")
+    standins.install_vllm(monkeypatch, "rocm", arch="gfx950")
+    with caplog.at_level(logging.INFO, LOGGER):
+        vllm.install()
+    assert "vLLM on gfx942: calls run torch-blocked (H=32, 64)" in messages(caplog)
+
+
+def test_the_log_follows_vllms_own_switch(monkeypatch, caplog, packages):
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "0")
+    standins.install_vllm(monkeypatch, "rocm", arch="gfx950")
+    with caplog.at_level(logging.INFO, LOGGER):
+        vllm.install()
+    assert "vLLM on gfx950: calls run torch-blocked (H=32, 64)" in messages(caplog)
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("BACKEND", "LIGHTNING_INDEXER_BACKEND: got 'slip', expected one of "),
+        ("ARCH", "LIGHTNING_INDEXER_ARCH: arch: got 'slip', expected one of "),
+        ("KERNELS", "LIGHTNING_INDEXER_KERNELS: got 'slip', expected 0 or 1"),
+    ],
+)
+def test_variables_that_no_call_could_follow(monkeypatch, variable, message):
+    """Found before anything is replaced, not at the first request."""
+    engine = standins.install_vllm(monkeypatch, "cuda", arch="sm90")
+    before = engine.layer.fp8_fp4_mqa_logits
+    monkeypatch.setenv(f"LIGHTNING_INDEXER_{variable}", "slip")
+    with pytest.raises(ValueError, match=f"^{message}"):
+        vllm.install()
+    assert engine.layer.fp8_fp4_mqa_logits is before
+
+
+def test_installing_touches_no_device(monkeypatch):
+    """vLLM forks its engine from the process that loads plugins first: a CUDA context there would break it."""
+
+    def touched(*args, **options):
+        raise AssertionError("the device was touched")
+
+    for name in ("is_available", "device_count", "current_device", "get_device_properties", "init", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+    for platform, arch in (("cuda", "sm90"), ("rocm", "gfx950"), ("cuda", None)):
+        standins.install_vllm(monkeypatch, platform, arch=arch)
+        vllm.install()
+        vllm.uninstall()
+
+
+def test_the_first_call_is_told_once(monkeypatch, caplog, inputs, windows):
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    with caplog.at_level(logging.INFO, LOGGER):
+        vllm.install()
+        for width in (40, 41):
+            engine.layer.fp8_fp4_mqa_logits(*cuda_arguments(inputs, windows, width))
+    told = [line for line in messages(caplog) if "first call" in line]
+    assert told == [
+        f"vLLM: lightning-indexer took its first call: torch-blocked, M={ROWS} N={KEYS} H={HEADS} D={HEAD_DIM} "
+        "compressed to 40 float32 on cpu"
+    ]
+    # The arch was not known before.
+    assert sum(line.startswith("vLLM on cpu: calls run torch-blocked") for line in messages(caplog)) == 1
+
+
+def test_the_first_call_on_rocm_is_told(monkeypatch, caplog, inputs, windows):
+    engine = standins.install_vllm(monkeypatch, "rocm")
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "0")
+    monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx950")
+    with caplog.at_level(logging.INFO, LOGGER):
+        vllm.install()
+        engine.rocm.rocm_fp8_mqa_logits(*rocm_arguments(inputs, windows))
+    assert messages(caplog)[-1] == (
+        f"vLLM: lightning-indexer took its first call: torch-blocked, M={ROWS} N={KEYS} H={HEADS} D={HEAD_DIM} "
+        "not clean float32 on gfx950"
+    )
+
+
+def test_calls_that_are_passed_on_are_told_with_their_reason(monkeypatch, caplog, inputs, windows):
+    engine = standins.install_vllm(monkeypatch, "cuda")
+    vllm.install()
+    q, kv, weights, ks, ke, width = cuda_arguments(inputs, windows, 40)
+    fp4 = (torch.zeros(ROWS, HEADS, HEAD_DIM // 2, dtype=torch.int8), torch.ones(ROWS, HEADS, dtype=torch.int32))
+    for call in (
+        (fp4, kv, weights, ks, ke, width),
+        (q, kv, weights.bfloat16(), ks, ke, width),
+        (q, kv, weights, ks, ke, 0),
+    ):
+        for _ in range(2):
+            with pytest.raises(OriginalError):
+                engine.layer.fp8_fp4_mqa_logits(*call)
+    assert messages(caplog, logging.WARNING) == [
+        f"vLLM: lightning-indexer passed a call on to vLLM's own function: {reason}"
+        for reason in (
+            "q has scales, which makes it FP4 or MX",
+            "kv_scale is torch.float32, weights are torch.bfloat16",
+            "max_seqlen_k is 0",
+        )
+    ]
+    assert not any("first call" in line for line in messages(caplog))
+
+
 def test_the_entry_point_is_declared():
     from pathlib import Path
 
@@ -256,6 +433,40 @@ def test_a_version_with_another_signature(monkeypatch):
         "cu_seqlen_ks, cu_seqlen_ke): this version has another seam; nothing was replaced"
     )
     assert engine.rocm.rocm_fp8_mqa_logits is rocm_fp8_mqa_logits
+
+
+@pytest.mark.parametrize("platform", ["rocm", "cuda"])
+def test_a_version_whose_function_takes_more(monkeypatch, platform):
+    """A caller may pass it, and the replacement would not understand."""
+    engine = standins.install_vllm(monkeypatch, platform, version="0.41.0")
+
+    def rocm_fp8_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, causal=True):
+        raise OriginalError
+
+    def fp8_fp4_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, max_seqlen_k, logits_dtype=None):
+        raise OriginalError
+
+    monkeypatch.setattr(engine.rocm, "rocm_fp8_mqa_logits", rocm_fp8_mqa_logits)
+    for module in (engine.deep_gemm, engine.layer):
+        monkeypatch.setattr(module, "fp8_fp4_mqa_logits", fp8_fp4_mqa_logits)
+    more = {"rocm": "causal", "cuda": "logits_dtype"}[platform]
+    with pytest.raises(IntegrationError, match=rf", {more}\), expected \(q, kv, .*: this version has another seam"):
+        vllm.install()
+    assert engine.rocm.rocm_fp8_mqa_logits is rocm_fp8_mqa_logits
+    assert engine.layer.fp8_fp4_mqa_logits is fp8_fp4_mqa_logits
+
+
+def test_a_version_whose_parameters_cannot_be_read(monkeypatch):
+    class Compiled:
+        __signature__ = "none"
+        __doc__ = None
+
+        def __call__(self): ...
+
+    engine = standins.install_vllm(monkeypatch, "rocm")
+    monkeypatch.setattr(engine.rocm, "rocm_fp8_mqa_logits", Compiled())
+    with pytest.raises(IntegrationError, match="takes parameters that cannot be read, expected"):
+        vllm.install()
 
 
 def test_someone_else_was_there_first(monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import standins
 from helpers import CPU, assert_matches, calc_diff, expected_for
 from lightning_indexer.bench.cases import make_inputs, make_windows
 from lightning_indexer.integrations import vllm as plugin
+from lightning_indexer.integrations.patching import IntegrationError
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -131,6 +133,26 @@ def test_cuda_leaves_fp4_to_vllm(layer, inputs, windows):
     kv = (torch.zeros(KEYS, HEAD_DIM // 2, dtype=torch.int8), torch.zeros(KEYS, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="DeepGEMM"):  # vLLM's own complaint: there is none on a CPU
         layer.fp8_fp4_mqa_logits(q, kv, inputs.weights, *windows, KEYS)
+
+
+def test_where_vllm_uses_mx_scales(monkeypatch, layer):
+    """Its own predicate, on a platform of the SM100 family and on one of SM120."""
+    deep_gemm = importlib.import_module(standins.VLLM_DEEP_GEMM)
+    original = layer.fp8_fp4_mqa_logits
+    for major, mx in ((10, True), (12, False)):
+        platform = SimpleNamespace(
+            is_cuda=lambda: True, is_device_capability_family=lambda family, major=major: major == family // 10
+        )
+        monkeypatch.setattr(deep_gemm, "current_platform", platform)
+        deep_gemm.mqa_logits_use_mx_scales.cache_clear()
+        try:
+            assert plugin._uses_mx_scales() is mx
+            if mx:
+                with pytest.raises(IntegrationError, match="scores with MX scales on this GPU"):
+                    plugin.install("cuda")
+                assert layer.fp8_fp4_mqa_logits is original
+        finally:
+            deep_gemm.mqa_logits_use_mx_scales.cache_clear()
 
 
 def test_glms_layer_is_reached_too():

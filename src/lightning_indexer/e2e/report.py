@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_indexer.e2e import traces
-from lightning_indexer.e2e.run import INDEXER, MIN_OVERLAP, Plan, Result, Side
+from lightning_indexer.e2e.run import INDEXER, MIN_OVERLAP, POLICY, Plan, Result, Side
 from lightning_indexer.e2e.traces import Diff, Row
 
 
 def markdown(plan: Plan, results: Sequence[Result], facts: dict[str, str], command: str) -> str:
     """The report. Times are medians over the repeats."""
     lines = [
-        f"# End-to-end prefill, A = `{plan.backends[0]}`, B = `{plan.backends[1]}`",
+        f"# End-to-end prefill, A = `{plan.backends[0] or POLICY}`, B = `{plan.backends[1] or POLICY}`",
         "",
         f"{plan.dims.name}: {plan.layers} layers, {_indexers(plan)} with an indexer of H={plan.dims.index_heads} "
         f"D={plan.dims.index_dim}, top-k {plan.dims.index_topk}; random weights; steps of {plan.step} tokens, "
@@ -42,6 +42,10 @@ def markdown(plan: Plan, results: Sequence[Result], facts: dict[str, str], comma
             f"{a.seconds('logits') / b.seconds('logits'):.3f}, indexer A / B "
             f"{a.seconds(*INDEXER) / b.seconds(*INDEXER):.3f}"
         )
+        for side in result.sides:
+            if side.backend is None:
+                counts = ", ".join(f"{name} {calls}" for name, calls in side.ran.items())
+                lines.append(f"{side.label}: the policy's choice; calls of one layer by backend: {counts}")
         phases = list(dict.fromkeys(phase for side in result.sides for run in side.phases for phase in run))
         lines += ["", *_table(("phase", "A ms", "B ms"), (_phase(result, phase) for phase in phases))]
         if a.trace is not None and b.trace is not None:
@@ -63,7 +67,7 @@ def failures(results: Sequence[Result]) -> list[str]:
             if not side.passed:
                 c = side.checked
                 lines.append(
-                    f"context {result.context}, {side.label} {side.backend}: needles {c.selected}/{c.needles}, answers "
+                    f"context {result.context}, {side.label} {side.name}: needles {c.selected}/{c.needles}, answers "
                     f"{c.answered}/{c.needles}, overlap {c.overlap_mean:.4%} (at least {MIN_OVERLAP:.1%} wanted)"
                 )
     if not any(result.sides for result in results):
@@ -86,7 +90,8 @@ def write(folder: Path, text: str, plan: Plan, results: Sequence[Result], facts:
             {
                 "context": result.context,
                 "side": side.label,
-                "backend": side.backend,
+                "backend": side.backend or POLICY,
+                "ran": side.ran,
                 "ttft_s": side.ttft,
                 "phases_s": side.phases,
                 "needles": side.checked.needles,
@@ -138,7 +143,7 @@ def _cells(context: int, side: Side) -> tuple[str, ...]:
     c, total = side.checked, side.median_ttft
     logits, indexer = side.seconds("logits"), side.seconds(*INDEXER)
     return (
-        str(context), side.label, side.backend,
+        str(context), side.label, side.name,
         f"{1e3 * total:.1f} ({', '.join(f'{1e3 * t:.1f}' for t in side.ttft)})", f"{context / total:.0f}",
         f"{1e3 * logits:.1f}", f"{1e3 * indexer:.1f}", f"{logits / total:.1%}", f"{indexer / total:.1%}",
         f"{c.selected}/{c.needles}", f"{c.answered}/{c.needles}",

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from lightning_indexer import dispatch
+from lightning_indexer.arch import Arch
 from lightning_indexer.bench import environment
+from lightning_indexer.chunking import Request, plan_chunks
 from lightning_indexer.e2e.checks import Checked, Checker
 from lightning_indexer.e2e.clock import Clock, synchronize
 from lightning_indexer.e2e.dims import Dims
-from lightning_indexer.e2e.prompt import Prompt, make_prompt
+from lightning_indexer.e2e.prompt import make_prompt
 from lightning_indexer.e2e.stack import Stack, default_dtype, needed_bytes
+from lightning_indexer.problem import Problem
 
 # Phases that make up the indexer; "logits" is the call that the two sides differ in.
 INDEXER = ("indexer projections", "quantise", "gather", "logits", "top-k")
 MIN_OVERLAP = 0.999
+# A side that names no backend: each call takes what the library chooses for its shape.
+POLICY = "policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,7 @@ class Plan:
     Attributes:
         dims, layers: the stack.
         contexts: prompt lengths, in tokens.
-        backends: the two sides, by name.
+        backends: the two sides, by name; None leaves each call to the library's choice.
         step: tokens of one prefill step.
         max_logits_bytes: budget of one chunk's logits.
         repeats: timed runs of each side.
@@ -40,7 +47,7 @@ class Plan:
     dims: Dims
     layers: int
     contexts: tuple[int, ...]
-    backends: tuple[str, str]
+    backends: tuple[str | None, str | None]
     step: int
     max_logits_bytes: int
     repeats: int
@@ -52,11 +59,15 @@ class Plan:
 
 @dataclass(slots=True)
 class Side:
-    """One backend at one context: seconds of each timed run, by phase too; its checks; its trace."""
+    """One side at one context: seconds of each timed run, by phase too; its checks; its trace.
+
+    ``ran`` has the calls of one layer by the backend that ran them.
+    """
 
     label: str
-    backend: str
+    backend: str | None
     checked: Checked
+    ran: dict[str, int]
     ttft: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)
     peak_bytes: int | None = None
@@ -65,6 +76,11 @@ class Side:
     def seconds(self, *phases: str) -> float:
         """Median over the runs of the phases' sum."""
         return statistics.median(sum(run.get(phase, 0.0) for phase in phases) for run in self.phases)
+
+    @property
+    def name(self) -> str:
+        """The backend's name; of a side without one, ``policy`` and what that came to."""
+        return self.backend or f"{POLICY}: {', '.join(self.ran)}"
 
     @property
     def median_ttft(self) -> float:
@@ -85,23 +101,44 @@ class Result:
     left_out: str | None = None
 
 
-def run(plan: Plan, device: torch.device, progress: Callable[[str], None]) -> list[Result]:
-    """Runs every context of the plan. ``progress`` is told what begins."""
+def run(plan: Plan, device: torch.device, arch: Arch, progress: Callable[[str], None]) -> list[Result]:
+    """Runs every context of the plan, but for those that do not fit. ``progress`` is told what begins."""
     dtype = default_dtype(device)
     results = []
     stack: Stack | None = None
     for context in plan.contexts:
         needed = needed_bytes(plan.dims, plan.layers, context, plan.step, plan.max_logits_bytes, dtype)
-        if (reason := environment.no_room(needed, device)) is not None and stack is None:
-            results.append(Result(context, (), reason))
-            continue
-        stack = stack or Stack(plan.dims, plan.layers, device, dtype, plan.seed)
-        prompt = make_prompt(context, plan.dims.hidden, plan.needles, device, dtype, plan.seed)
-        results.append(Result(context, _run_context(plan, stack, prompt, progress)))
-        del prompt
+        held = 0 if stack is None else stack.weight_bytes()
+        reason = environment.no_room(needed - held, device)
+        sides: tuple[Side, ...] = ()
+        if reason is None:
+            try:
+                stack = stack or Stack(plan.dims, plan.layers, device, dtype, plan.seed)
+                sides = _run_context(plan, stack, context, arch, progress)
+            except torch.OutOfMemoryError as error:  # the estimate was too low; other contexts keep their results
+                reason = f"ran out of memory: {str(error).splitlines()[0]}"
+        results.append(Result(context, sides, reason))
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return results
+
+
+def problems(dims: Dims, context: int, step: int, max_logits_bytes: int) -> list[Problem]:
+    """The scoring calls of one layer in the prefill of one context, in order."""
+    return [
+        Problem(chunk.rows, chunk.keys, dims.index_heads, dims.index_dim)
+        for start in range(0, context, step)
+        for chunk in plan_chunks([Request(start, min(step, context - start))], max_logits_bytes=max_logits_bytes)
+    ]
+
+
+def ran(calls: Sequence[Problem], arch: Arch, backend: str | None) -> dict[str, int]:
+    """How many of the calls each backend runs.
+
+    Raises:
+        As :func:`dispatch.select`.
+    """
+    return dict(Counter(dispatch.select(problem, arch, backend).name for problem in calls))
 
 
 def steps(plan: Plan) -> int:
@@ -109,10 +146,13 @@ def steps(plan: Plan) -> int:
     return len(plan.contexts) * 2 * (1 + plan.repeats + (plan.trace_folder is not None))
 
 
-def _run_context(plan: Plan, stack: Stack, prompt: Prompt, progress: Callable[[str], None]) -> tuple[Side, ...]:
-    context = prompt.embeddings.shape[0]
+def _run_context(
+    plan: Plan, stack: Stack, context: int, arch: Arch, progress: Callable[[str], None]
+) -> tuple[Side, ...]:
+    prompt = make_prompt(context, plan.dims.hidden, plan.needles, stack.device, stack.dtype, plan.seed)
+    calls = problems(plan.dims, context, plan.step, plan.max_logits_bytes)
 
-    def prefill(backend: str, clock: Clock, checker: Checker | None = None) -> None:
+    def prefill(backend: str | None, clock: Clock, checker: Checker | None = None) -> None:
         stack.prefill(
             prompt.embeddings, backend, step=plan.step, max_logits_bytes=plan.max_logits_bytes, clock=clock,
             observer=None if checker is None else checker.observer(),
@@ -121,13 +161,13 @@ def _run_context(plan: Plan, stack: Stack, prompt: Prompt, progress: Callable[[s
     sides = []
     for label, backend in zip("AB", plan.backends, strict=True):
         # Untimed: it also compiles what the side needs.
-        progress(f"{context} {label} {backend}: checks")
+        progress(f"{context} {label} {backend or POLICY}: checks")
         checker = Checker(stack, prompt, plan.checked_rows, plan.seed)
         prefill(backend, Clock(stack.device), checker)
-        sides.append(Side(label, backend, checker.result()))
+        sides.append(Side(label, backend, checker.result(), ran(calls, arch, backend)))
     for _ in range(plan.repeats):
         for side in sides:
-            progress(f"{context} {side.label} {side.backend}: timed")
+            progress(f"{context} {side.label} {side.backend or POLICY}: timed")
             if stack.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(stack.device)
             clock = Clock(stack.device)
@@ -141,8 +181,8 @@ def _run_context(plan: Plan, stack: Stack, prompt: Prompt, progress: Callable[[s
     if plan.trace_folder is not None:
         plan.trace_folder.mkdir(parents=True, exist_ok=True)
         for side in sides:
-            progress(f"{context} {side.label} {side.backend}: trace")
-            side.trace = plan.trace_folder / f"trace-{context}-{side.label}-{side.backend}.json.gz"
+            progress(f"{context} {side.label} {side.backend or POLICY}: trace")
+            side.trace = plan.trace_folder / f"trace-{context}-{side.label}-{side.backend or POLICY}.json.gz"
             with _recording(stack.device, side.trace):
                 prefill(side.backend, Clock(stack.device))
     return tuple(sides)

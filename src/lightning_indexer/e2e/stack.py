@@ -92,6 +92,11 @@ class Stack:
         self.generator = torch.Generator(device=device).manual_seed(seed)
         self.layers = [self._layer(index % dims.index_period == 0) for index in range(layers)]
 
+    def weight_bytes(self) -> int:
+        """What the layers hold on the device."""
+        weights = (getattr(layer, name) for layer in self.layers for name in Layer.__slots__)
+        return sum(w.numel() * w.element_size() for w in weights if w is not None)
+
     def _random(self, *shape: int, scale: float) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype, generator=self.generator) * scale
 

@@ -16,8 +16,8 @@ from typing import Any
 
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _CPU = ("cpu_op",)
-# Any project's scoring kernel: ours, AITER's Triton, Gluon and FlyDSL ones, DeepGEMM's.
-SCORING = "mqa_logits"
+# Any project's prefill scoring: ours, AITER's Triton, Gluon and FlyDSL kernels, DeepGEMM's. Those of decode are paged.
+SCORING = "^(?!.*paged).*mqa_logits"
 
 
 class TraceError(ValueError):

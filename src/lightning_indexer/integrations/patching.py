@@ -32,14 +32,22 @@ class Seam:
     Attributes:
         modules: where it must be found under its name; the first one decides which function it is.
         attribute: its name.
-        parameters: the names of its parameters, in order; the function may have more after them.
+        parameters: the names of its parameters, in order.
         make: from the function that was there, the one to put in its place.
+        more: it may have more parameters after those: what ``make`` gives hands calls with them on.
     """
 
     modules: tuple[str, ...]
     attribute: str
     parameters: tuple[str, ...]
     make: Callable[[Function], Function]
+    more: bool = False
+
+    def fits(self, found: tuple[str, ...] | None) -> bool:
+        """True for a function with these parameters; None, where they cannot be read, is no reason against ``more``."""
+        if found is None:
+            return self.more
+        return (found[: len(self.parameters)] if self.more else found) == self.parameters
 
 
 @dataclass(slots=True)
@@ -89,9 +97,9 @@ class Integration:
             return self.replaced
         sites: list[_Site] = []
         for seam in seams:
-            # Two seams may be one function under two modules' names.
-            known = {(site.module.__name__, site.attribute) for site in sites}
-            sites += [site for site in self._find(seam, version) if (site.module.__name__, site.attribute) not in known]
+            # Two seams may be one function under two modules' names; two modules may have one name.
+            known = {(id(site.module), site.attribute) for site in sites}
+            sites += [site for site in self._find(seam, version) if (id(site.module), site.attribute) not in known]
         _set([(site, site.replacement) for site in sites])
         self._sites = sites
         self.logger.info("%s %s: lightning-indexer replaced %s", self.engine, version, ", ".join(self.replaced))
@@ -151,12 +159,13 @@ class Integration:
             modules.append(module)
         assert original is not None
         actual = parameters(original)
-        if actual is not None and actual[: len(seam.parameters)] != seam.parameters:
+        if not seam.fits(actual):
+            takes = "parameters that cannot be read" if actual is None else f"({', '.join(actual)})"
             raise IntegrationError(
-                f"{self.engine} {version}: {seam.modules[0]}.{seam.attribute} takes ({', '.join(actual)}), expected "
+                f"{self.engine} {version}: {seam.modules[0]}.{seam.attribute} takes {takes}, expected "
                 f"({', '.join(seam.parameters)}): this version has another seam; nothing was replaced"
             )
-        modules += [m for m in self._modules_with(seam.attribute, original) if m not in modules]
+        modules += [m for m in self._modules_with(seam.attribute, original) if all(m is not n for n in modules)]
         replacement = functools.wraps(original)(seam.make(original))
         return [_Site(module, seam.attribute, original, replacement) for module in modules]
 
@@ -164,7 +173,9 @@ class Integration:
         """Loaded modules of the engine that hold ``function`` under that name; nothing is imported for it."""
         prefix = self.package + "."
         loaded = [m for name, m in sys.modules.items() if name.startswith(prefix) and isinstance(m, ModuleType)]
-        return [module for module in loaded if vars(module).get(attribute) is function]
+        # One module may be loaded under two names.
+        once = {id(module): module for module in loaded}.values()
+        return [module for module in once if vars(module).get(attribute) is function]
 
     def _check_in_place(self) -> None:
         for site in self._sites:

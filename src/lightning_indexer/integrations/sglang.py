@@ -1,11 +1,14 @@
 """SGLang's prefill scoring through this library.
 
 SGLang does not score by a function of its own: on ROCm it imports AITER's ``fp8_mqa_logits`` at each call, on CUDA it
-calls ``deep_gemm.fp8_mqa_logits``. :func:`install` replaces those two names, for whoever looks them up, before the
-server starts or in a plugin of one's own. docs/engines.md shows where.
+calls ``deep_gemm.fp8_mqa_logits``. :func:`install` replaces those two names, for whoever looks them up in this process.
 
-What SGLang does with the result holds here: its shape is [M, N], and it may be written in place (SGLang scatters
-``+inf`` over the positions that it always keeps).
+Models run in processes that SGLang spawns, which inherit nothing that was installed before. SGLang loads its plugins
+first in each of them: the entry point ``sglang.srt.plugins`` calls :func:`register`, which installs where
+``LIGHTNING_INDEXER_SGLANG=1``. docs/engines.md has the whole procedure.
+
+What SGLang does with the result holds here: its shape is [M, N], or [M, max_seqlen_k] where SGLang gives that, and it
+may be written in place (SGLang scatters ``+inf`` over the positions that it always keeps).
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ from typing import Literal
 
 import torch
 
+from lightning_indexer import envs
+from lightning_indexer.arch import arch_of
 from lightning_indexer.fp8 import FP8_DTYPES
 from lightning_indexer.integrations import aiter, deep_gemm
+from lightning_indexer.integrations.notes import Notes, check_environment
 from lightning_indexer.integrations.patching import Function, Integration, IntegrationError, Seam, distribution_version
 
 Platform = Literal["rocm", "cuda"]
@@ -28,11 +34,30 @@ _DEEP_GEMM_PARAMETERS = ("q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len
 _LOGGER = logging.getLogger("lightning_indexer.sglang")
 # AITER moved the function into a package of its own and kept the older module.
 _AITER_MODULES = ("aiter.ops.triton.fp8_mqa_logits", "aiter.ops.triton.attention.fp8_mqa_logits")
+_NOTES = Notes("SGLang", _LOGGER)
 _INTEGRATIONS = {"rocm": Integration("AITER", "aiter", _LOGGER), "cuda": Integration("DeepGEMM", "deep_gemm", _LOGGER)}
+
+
+def register() -> None:
+    """The entry point. Installs where ``LIGHTNING_INDEXER_SGLANG=1``; may be called any number of times.
+
+    Raises:
+        IntegrationError, ValueError: as :func:`install`, or the variable is neither 0 nor 1. SGLang swallows what a
+            plugin raises and serves with its own functions, so it is logged here as an error first.
+    """
+    try:
+        if envs.sglang_plugin():
+            install()
+    except Exception as error:
+        _LOGGER.error("lightning-indexer is not installed, SGLang scores with its own functions: %s", error)
+        raise
 
 
 def install(platform: Platform | None = None) -> tuple[str, ...]:
     """Replaces the functions through which SGLang scores, in this process.
+
+    Logs what it replaced, and once a process: which backends run on this GPU, the first call that was taken, and each
+    reason for which a call went to the original. No device is touched.
 
     Code outside of AITER and DeepGEMM that has imported the function by name before keeps the old one; SGLang has not.
 
@@ -44,12 +69,21 @@ def install(platform: Platform | None = None) -> tuple[str, ...]:
 
     Raises:
         IntegrationError: AITER or DeepGEMM is not installed, or its function is not as expected. Nothing is replaced.
-        ValueError: another platform.
+        ValueError: another platform; a variable of the library's that no call could follow.
     """
-    if _checked(platform) == "cuda":
+    checked = _checked(platform)
+    check_environment()
+    names = _install(checked)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # else the first call tells: asking here would make a context
+        _NOTES.runs_on(arch_of("cuda"), compressed=False)
+    return names
+
+
+def _install(platform: str) -> tuple[str, ...]:
+    if platform == "cuda":
         if not _is_there("deep_gemm"):
             raise IntegrationError("DeepGEMM, by which SGLang scores on CUDA, is not installed: nothing was replaced")
-        seams = [Seam(("deep_gemm",), "fp8_mqa_logits", _DEEP_GEMM_PARAMETERS, _make_deep_gemm)]
+        seams = [Seam(("deep_gemm",), "fp8_mqa_logits", _DEEP_GEMM_PARAMETERS, _make_deep_gemm, more=True)]
         version = distribution_version("deep_gemm", "deep-gemm", "sgl-deep-gemm")
         return _INTEGRATIONS["cuda"].install(seams, version)
     if not _is_there("aiter"):
@@ -62,7 +96,7 @@ def install(platform: Platform | None = None) -> tuple[str, ...]:
             "replaced"
         )
     return _INTEGRATIONS["rocm"].install(
-        [Seam((name,), "fp8_mqa_logits", _AITER_PARAMETERS, _make_aiter) for name in modules], version
+        [Seam((name,), "fp8_mqa_logits", _AITER_PARAMETERS, _make_aiter, more=True) for name in modules], version
     )
 
 
@@ -96,13 +130,27 @@ def _taking_over(ours: Function, original: Function, *, q: str, k: str) -> Funct
     def fp8_mqa_logits(*args: object, **options: object) -> object:
         try:
             given = signature.bind(*args, **options).arguments
-        except TypeError:  # options of another version
+        except TypeError as error:  # options of another version
+            _NOTES.passed_on(str(error))
             return original(*args, **options)
         keys = given[k][0] if isinstance(given[k], (tuple, list)) else given[k]
-        plain = all(isinstance(x, torch.Tensor) and x.dtype in FP8_DTYPES for x in (given[q], keys))
-        return (ours if plain and given["weights"].dtype is torch.float32 else original)(*args, **options)
+        if (reason := _not_plain_fp8(given[q], keys, given["weights"])) is not None:
+            _NOTES.passed_on(reason)
+            return original(*args, **options)
+        result = ours(*args, **options)
+        if not _NOTES.taken:
+            _NOTES.took(given[q], keys, given.get("max_seqlen_k", 0), given.get("clean_logits", True), None)
+        return result
 
     return fp8_mqa_logits
+
+
+def _not_plain_fp8(q: object, k: object, weights: torch.Tensor) -> str | None:
+    """None for fp8 operands with float32 weights; else what is not."""
+    for name, operand in (("q", q), ("k", k)):
+        if not isinstance(operand, torch.Tensor) or operand.dtype not in FP8_DTYPES:
+            return f"{name} is {getattr(operand, 'dtype', type(operand).__name__)}"
+    return None if weights.dtype is torch.float32 else f"weights are {weights.dtype}"
 
 
 def _checked(platform: str | None) -> str:

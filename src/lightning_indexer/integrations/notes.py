@@ -1,0 +1,103 @@
+"""What an engine's log says of its calls, each thing once a process: what runs here, what was taken, what was not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_indexer import dispatch, envs, policy
+from lightning_indexer.api import problem_of
+from lightning_indexer.arch import Arch, arch_of, forced_arch
+from lightning_indexer.dispatch import Verdict
+from lightning_indexer.problem import Problem
+
+# H of the models with this indexer, and a chunk of theirs: they stand for the calls to come.
+USUAL_HEADS, USUAL_ROWS, USUAL_KEYS, USUAL_HEAD_DIM = (32, 64), 4096, 32768, 128
+
+
+@dataclass(slots=True)
+class Notes:
+    """Writes to ``logger``; ``engine`` is its name in messages.
+
+    ``taken`` is True once :meth:`took` has been called: a call looks at it before it gathers what that needs.
+    """
+
+    engine: str
+    logger: logging.Logger
+    taken: bool = False
+    _told_arch: bool = False
+    _reasons: set[str] = field(default_factory=set)
+
+    def runs_on(self, arch: Arch, *, compressed: bool, backend: str | None = None) -> None:
+        """Which backends calls will try on ``arch``; warns where the first is missing, or has not been measured.
+
+        ``backend`` is the one that calls will name.
+        """
+        if self._told_arch:
+            return
+        self._told_arch = True
+        chains: dict[str, list[int]] = {}
+        warnings: dict[str, None] = {}
+        for heads in USUAL_HEADS:
+            width = USUAL_KEYS if compressed else 0
+            problem = Problem(USUAL_ROWS, USUAL_KEYS, heads, USUAL_HEAD_DIM, clean_logits=False, max_seqlen_k=width)
+            verdicts = dispatch.explain(problem, arch, backend or envs.backend())
+            names = [verdict.backend for verdict in verdicts if not (verdict.reason or verdict.passed_over)]
+            chains.setdefault(", else ".join(names) or "nothing", []).append(heads)
+            warnings |= dict.fromkeys(_warnings(verdicts, problem, arch))
+        told = "; ".join(f"{names} (H={', '.join(map(str, heads))})" for names, heads in chains.items())
+        self.logger.info("%s on %s: calls run %s", self.engine, arch.name, told)
+        for warning in warnings:
+            self.logger.warning("%s: %s", self.engine, warning)
+
+    def took(
+        self, q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int, clean_logits: bool, backend: str | None
+    ) -> None:
+        """A call has run here. Says by which backend, the first time."""
+        if self.taken or torch.compiler.is_compiling():
+            return
+        self.taken = True
+        arch = arch_of(q.device)
+        self.runs_on(arch, compressed=max_seqlen_k > 0, backend=backend)
+        problem = problem_of(q, k, torch.float32, clean_logits, max_seqlen_k)
+        name = dispatch.select(problem, arch, backend).name
+        self.logger.info(
+            "%s: lightning-indexer took its first call: %s, %s on %s", self.engine, name, problem, arch.name
+        )
+
+    def passed_on(self, reason: str) -> None:
+        """A call goes to the engine's own function. Says why, the first time for each reason."""
+        if reason not in self._reasons and not torch.compiler.is_compiling():
+            self._reasons.add(reason)
+            self.logger.warning(
+                "%s: lightning-indexer passed a call on to %s's own function: %s", self.engine, self.engine, reason
+            )
+
+
+def check_environment() -> None:
+    """What every call reads of the environment, before anything is replaced.
+
+    Raises:
+        ValueError: an unknown backend or arch, or a switch that is neither 0 nor 1.
+    """
+    if (name := envs.backend()) is not None:
+        dispatch.get(name, "LIGHTNING_INDEXER_BACKEND")
+    envs.kernels()
+    forced_arch()
+
+
+def _warnings(verdicts: Sequence[Verdict], problem: Problem, arch: Arch) -> list[str]:
+    found = []
+    for verdict in verdicts:
+        if verdict.chosen:
+            if (verdict.backend, arch.name) not in policy.MEASURED:
+                found.append(f"{verdict.backend} has not been measured on {arch.name}: compare before you rely on it")
+            break
+        backend = dispatch.get(verdict.backend)
+        if verdict.passed_over is None and backend.supports(problem, arch) is None:
+            slower = "; what runs instead is slower than DeepGEMM" if arch.name == "sm90" else ""
+            found.append(f"{verdict.backend} would run on {arch.name}, but {verdict.reason}{slower}")
+    return found
