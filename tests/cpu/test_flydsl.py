@@ -48,13 +48,17 @@ def test_the_gate_is_open_for_every_form(arch):
         (problem(8, 8, aligned=False), "rows of q and k have to start on 16 bytes, for loads of 16 bytes"),
         (
             problem(8, 2**29),
-            "N=536870912 is more than 536870911, a row of logits more than buffer instructions address",
+            "N=536870912 is more than 536870911: offsets of scales and columns have 32 bits",
+        ),
+        (
+            problem(8, 8, clean_logits=False, max_seqlen_k=2**29),
+            "max_seqlen_k=536870912 is more than 536870911: offsets of scales and columns have 32 bits",
         ),
     ],
 )
 def test_the_gate_says_why_not(asked, sentence):
     assert dispatch.get("flydsl").supports(asked, Arch.parse("gfx950")) == sentence
-    assert dispatch.get("flydsl").supports(asked._replace(keys=8, heads=64, head_dim=128, aligned=True),
+    assert dispatch.get("flydsl").supports(asked._replace(keys=8, heads=64, head_dim=128, aligned=True, max_seqlen_k=0),
                                            Arch.parse("gfx950")) is None  # fmt: skip
 
 

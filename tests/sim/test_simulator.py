@@ -407,6 +407,7 @@ def test_lanes_in_several_buffers():
         v_cndmask_b32 v4, v6, v4, vcc
         v_cndmask_b32 v5, v7, v5, vcc
         v_add_co_u32 v4, vcc, v4, v1
+        s_nop 1
         v_addc_co_u32 v5, vcc, 0, v5, vcc
         global_load_dword v2, v[4:5], off
         s_waitcnt vmcnt(0)
