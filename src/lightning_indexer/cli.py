@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.table import Table
 
-from lightning_indexer import __version__, cli_amd, cli_engines, dispatch, envs
+from lightning_indexer import __version__, cli_amd, cli_engines, cli_prebuild, dispatch, envs
 from lightning_indexer import cli_common as common
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.bench.cases import FORMS, PERFORMANCE_SHAPES, WINDOWS
@@ -227,6 +227,7 @@ def verify(
 app.command()(cli_amd.resources)
 app.command()(cli_amd.disasm)
 app.command()(cli_amd.cost)
+app.command()(cli_prebuild.prebuild)
 app.command()(cli_engines.e2e)
 app.command("trace-diff")(cli_engines.trace_diff)
 

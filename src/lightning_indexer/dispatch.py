@@ -54,6 +54,14 @@ class AmdBackend(Backend, Protocol):
         """The kernel that runs ``problem`` on an AMD arch that ``supports`` allows."""
 
 
+@runtime_checkable
+class Precompiling(Backend, Protocol):
+    """A backend that keeps its kernels in this library's disk cache, and can put them there without a device."""
+
+    def precompile(self, problem: Problem, arch: Arch) -> str:
+        """Compiles what ``prepare`` would load for ``problem``, unless it is there; gives the kernel's name."""
+
+
 _BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (CudaSm90(), HipGfx950(), GluonGfx950(), FlyDsl(), TritonPortable(), TorchBlocked())

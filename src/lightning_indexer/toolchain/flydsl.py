@@ -6,12 +6,12 @@ Facts of version 0.4.2; it links with ``$ROCM_PATH/llvm/bin/ld.lld``, which may 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib
 import importlib.util
 import itertools
 import json
+import multiprocessing.util
 import os
 import re
 import shlex
@@ -105,7 +105,8 @@ class _Process:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
         )  # fmt: skip
         self._lock = threading.Lock()
-        atexit.register(self.close)
+        # As atexit, but also at the end of a worker of multiprocessing.
+        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=10)
 
     def compile(self, what: str, factory: str, parameters: Mapping[str, Any]) -> tuple[bytes, str] | None:
         """The code object and the text of a kernel, None where the process has ended; errors say ``what`` it is."""
@@ -120,7 +121,9 @@ class _Process:
             objects, texts = sorted(dump.glob("*/*gpu_module_to_binary.mlir")), sorted(dump.glob("*/*final_isa.s"))
             if len(objects) != 1 or len(texts) != 1:
                 raise CompileError(f"{what}: FlyDSL dumped {len(objects)} code objects, expected one")
-            return _embedded(objects[0].read_text()), texts[0].read_text()
+            found = _embedded(objects[0].read_text()), texts[0].read_text()
+            shutil.rmtree(dump, ignore_errors=True)
+            return found
 
     def _ask(self, line: str) -> str:
         """The error that came of a request, empty if none."""
@@ -149,7 +152,7 @@ class _Process:
         if self.ended or self._owner != os.getpid():
             return
         self.ended = True
-        atexit.unregister(self.close)
+        self._at_exit.cancel()
         self._process.communicate()
         self._errors.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -26,6 +26,7 @@ from lightning_indexer.problem import Operands, Problem
 from lightning_indexer.toolchain import nvrtc
 
 SOURCE = Path(__file__).with_name("kernel.cuh")
+NVRTC_ARCH = "sm_90a"
 HEADS = (8, 16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
 
@@ -51,6 +52,11 @@ class CudaSm90:
 
     def candidates(self, problem: Problem, arch: Arch) -> list[tuple[object, Launch]]:
         return [(config, Launch(problem, config)) for config in neighbours(problem, arch)]
+
+    def precompile(self, problem: Problem, arch: Arch) -> str:
+        config = heuristic(problem, arch)
+        nvrtc.cubin(SOURCE, NVRTC_ARCH, config.macros())
+        return config.name
 
 
 class Launch:
@@ -144,7 +150,7 @@ def _function(macros: tuple[tuple[str, str | int], ...], device: int) -> int:
     from cuda.bindings import driver
 
     named = dict(macros)
-    module = _check(driver.cuModuleLoadData(nvrtc.cubin(SOURCE, "sm_90a", named)))
+    module = _check(driver.cuModuleLoadData(nvrtc.cubin(SOURCE, NVRTC_ARCH, named)))
     function = _check(driver.cuModuleGetFunction(module, str(named["KERNEL_NAME"]).encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _check(driver.cuFuncSetAttribute(function, attribute, int(named["SHARED_BYTES"])))

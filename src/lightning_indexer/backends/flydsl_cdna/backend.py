@@ -54,6 +54,9 @@ class FlyDsl:
         """The kernel of this problem, compiled without a device."""
         return Launch(problem, arch, heuristic(problem, arch)).built
 
+    def precompile(self, problem: Problem, arch: Arch) -> str:
+        return self.build(problem, arch).kernel
+
 
 class Launch:
     """The kernel for one problem and one config; called with the tensors, it runs on the current stream."""

@@ -81,6 +81,9 @@ class HipGfx950:
         """The kernel of this problem, compiled without a device."""
         return compile_kernel(heuristic(problem, arch, self.tunables))
 
+    def precompile(self, problem: Problem, arch: Arch) -> str:
+        return self.build(problem, arch).kernel
+
 
 class Launch:
     """The kernel for one problem and one config; called with the tensors, it runs on the current stream."""

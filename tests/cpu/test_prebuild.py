@@ -1,0 +1,144 @@
+"""``prebuild``: which kernels, where they go, and that a launch finds them there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lightning_indexer import Arch, Problem, cli, dispatch, prebuild
+from lightning_indexer.backends.cuda_sm90 import backend as sm90
+from lightning_indexer.backends.cuda_sm90.config import heuristic
+from lightning_indexer.backends.flydsl_cdna import config as flydsl
+from lightning_indexer.backends.hip_gfx950 import config as hip
+from lightning_indexer.toolchain import nvrtc
+
+SM90, GFX942, GFX950 = map(Arch.parse, ("sm90", "gfx942", "gfx950"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "names"),
+    [(SM90, ["cuda-sm90"]), (GFX942, ["flydsl"]), (GFX950, ["hip-gfx950", "flydsl"]), (Arch.parse("sm100"), [])],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_backends_by_arch(arch, names):
+    assert [backend.name for backend in prebuild.backends(arch)] == names
+
+
+def test_a_plan_has_every_size_that_heuristics_tell_apart():
+    [batch] = prebuild.plan(SM90, [64], [128])
+    assert str(batch) == "cuda-sm90 H=64 D=128"
+    sizes = {(problem.rows, problem.keys) for problem in batch.problems}
+    assert len(sizes) == len(prebuild.ROWS) * len(prebuild.KEYS)
+    assert {(p.clean_logits, p.compressed) for p in batch.problems} == {(True, False), (False, False), (False, True)}
+    # What no gate admits is left out, and so is a batch of nothing.
+    assert {batch.backend for batch in prebuild.plan(GFX950, [128], [128])} == {"flydsl"}
+    [hip] = prebuild.plan(GFX950, [32], [128], names=["hip-gfx950"], out_dtypes=[torch.float32, torch.bfloat16])
+    assert {problem.out_dtype for problem in hip.problems} == {torch.float32}
+    assert not any(problem.compressed for problem in hip.problems)
+    assert prebuild.plan(SM90, [24], [128]) == []
+    with pytest.raises(
+        ValueError, match=r"got 'triton-portable', which compiles at its first call, expected one of cuda"
+    ):
+        prebuild.plan(SM90, [64], [128], names=["triton-portable"])
+
+
+def test_heuristics_take_no_kernel_beyond_the_plan():
+    """Kernels of sizes in between are those of the plan."""
+    for arch, name in ((SM90, "cuda-sm90"), (GFX950, "hip-gfx950"), (GFX942, "flydsl"), (GFX950, "flydsl")):
+        planned = {_name(name, problem, arch) for batch in prebuild.plan(arch, [32], [128]) if batch.backend == name
+                   for problem in batch.problems}  # fmt: skip
+        for m in (1, 2, 3, 5, 17, 61, 100, 671, 2048, 3000, 5000, 16384):
+            for n in (1, 100, 5000, 20000, 65536, 250000, 10**6):
+                assert _name(name, Problem(m, n, 32, 128), arch) in planned
+
+
+def _name(backend: str, problem: Problem, arch: Arch) -> str:
+    if backend == "cuda-sm90":
+        return heuristic(problem, arch).name
+    if backend == "flydsl":
+        return flydsl.layout(problem, arch, flydsl.heuristic(problem, arch)).name
+    return hip.heuristic(problem, arch).name
+
+
+class Faulty:
+    """Compiles one kernel, then no more."""
+
+    name, summary, count = "faulty", "", 0
+
+    def missing(self):
+        return None
+
+    def supports(self, problem, arch):
+        return None
+
+    def precompile(self, problem, arch):
+        self.count += 1
+        if self.count > 1:
+            raise RuntimeError("the compiler said no")
+        return "first"
+
+    prepare = candidates = precompile
+
+
+def test_a_compiler_error_is_told_with_what_was_done(monkeypatch):
+    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Faulty())
+    [batch] = prebuild.plan(SM90, [32], [64], names=["faulty"])
+    done = prebuild.compile_batch(batch)
+    assert (done.kernels, done.error) == (("first",), "the compiler said no")
+    monkeypatch.setattr(prebuild, "run", lambda batches, jobs: map(prebuild.compile_batch, batches))
+    dispatch.get("faulty").count = 0
+    result = CliRunner().invoke(cli.app, ["prebuild", "--arch", "sm90", "--heads", "32", "--backend", "faulty"])
+    assert result.exit_code == 1
+    assert "FAIL faulty H=32 D=128: the compiler said no" in result.output
+
+
+def test_a_launch_finds_what_was_compiled(monkeypatch, tmp_path):
+    if (reason := nvrtc.missing()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))
+    arguments = ["prebuild", "--arch", "sm90", "--heads", "8", "--head-dim", "32", "--form", "clean", "--jobs", "1"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "cuda-sm90" in result.output
+    assert len(list(tmp_path.glob("*.cubin"))) == 1
+
+    def compiled_again(*_):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(nvrtc, "build", compiled_again)
+    config = heuristic(Problem(700, 9000, 8, 32), SM90)
+    assert nvrtc.cubin(sm90.SOURCE, sm90.NVRTC_ARCH, dict(config.macros().items()))
+    with pytest.raises(AssertionError, match="compiled again"):
+        nvrtc.cubin(sm90.SOURCE, sm90.NVRTC_ARCH, heuristic(Problem(700, 9000, 16, 32), SM90).macros())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no GPU is here to take the arch from: name one, e.g. sm90"),
+        (("--arch", "x"), "got 'x'"),
+        (("--arch", "sm100"), "nothing for sm100 with H=32,64, D=128 is compiled ahead"),
+        (("--arch", "sm90", "--heads", "24"), "nothing for sm90 with H=24, D=128"),
+        (("--arch", "sm90", "--form", "x"), "got 'x', expected one of clean, noclean, compressed"),
+        (("--arch", "sm90", "--out-dtype", "int8"), "got 'int8', expected one of float32, bfloat16"),
+        (("--arch", "sm90", "--backend", "torch-blocked"), "got 'torch-blocked', which compiles at its first call"),
+        (("--arch", "sm90", "--backend", "x"), "backend: got 'x'"),
+        (("--arch", "sm90", "--heads", "0"), "got '0', expected positive integers"),
+    ],
+)
+def test_what_cannot_be_prebuilt_is_said(monkeypatch, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(cli.app, ["prebuild", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_missing_package_is_said(monkeypatch):
+    monkeypatch.setattr(dispatch.get("flydsl").__class__, "missing", lambda self: "FlyDSL is not installed")
+    arguments = ["prebuild", "--arch", "gfx942"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 1
+    assert "left out: flydsl: FlyDSL is not installed" in result.output
+    result = CliRunner().invoke(cli.app, [*arguments, "--backend", "flydsl"])
+    assert result.exit_code == 2
