@@ -21,6 +21,8 @@ PROBLEMS = {
     "fp8_mqa_logits_H8_D32_bkv{}_compressed_triton": [
         128, 8192, 8, 32, {"clean_logits": False, "max_seqlen_k": 2048, "out_dtype": "bfloat16"},
     ],
+    "fp8_mqa_logits_H64_D128_bkv{}_nocl_triton": [4096, 32768, 64, 128, {"clean_logits": False}],
+    "fp8_mqa_logits_H128_D128_bkv{}_clean_triton": [4096, 32768, 128, 128, {}],
 }  # fmt: skip
 
 KIB = 1024
@@ -65,7 +67,10 @@ def spilled_bytes(cache: Path) -> list[str]:
 def test_compiles(arch, tmp_path):
     block, instruction, shared_limit = ARCHS[arch]
     kernels = compile_for(arch, tmp_path)
-    assert [kernel["name"] for kernel in kernels] == [name.format(block) for name in PROBLEMS]
+    # Where q takes so many registers that results of 128 keys would spill, tiles are shorter.
+    large = 64 * 128 if arch == "gfx1201" else 128 * 128
+    blocks = [min(block, 64) if h * d >= large else block for _, _, h, d, _ in PROBLEMS.values()]
+    assert [kernel["name"] for kernel in kernels] == [name.format(n) for name, n in zip(PROBLEMS, blocks, strict=True)]
     for kernel in kernels:
         assert re.search(instruction, kernel["text"]), f"no {instruction} in {kernel['name']}"
         assert 0 < kernel["shared"] <= shared_limit
