@@ -30,8 +30,8 @@ _VECTOR_REGISTERS = (1 << SGPR_BIT) - 1
 _EXEC_BITS, _VCC_BITS, _M0_BIT = 3 << SGPR_BIT + EXEC, 3 << SGPR_BIT + VCC, 1 << SGPR_BIT + M0
 _TRANSCENDENTAL = re.compile(r"V_(?:RCP|RSQ|SQRT|EXP|LOG|SIN|COS)_|V_RCP_IFLAG_")
 _MATRIX = re.compile(r"V_MFMA_(?:SCALE_)?[FI]\d+_(\d+)X(\d+)X(\d+)_(?:(\d+)B_)?(\w+)$")
-# What one instruction of ``halves`` or ``i8`` multiplies in a cycle, by kind, in the shapes of several blocks, of
-# gfx942, and of gfx950 alone.
+# Operations in a cycle, by the type of the factors: in shapes of several blocks, in the others of gfx942, and in those
+# that gfx950 alone has.
 _RATES = {"F32": (64, 64, 64), "F16": (256, 512, 1024), "BF16": (256, 512, 1024), "I8": (256, 1024, 2048)}
 # Passes to the wait states after which vector instructions may overwrite an accumulator that was read.
 _ACCUMULATOR_READ = {2: 1, 4: 3, 8: 7, 16: 15}
@@ -277,7 +277,11 @@ class _Rules:
 
 
 def passes(ins: Instruction) -> tuple[int, bool]:
-    """Passes of a matrix instruction, and whether it is one of the wide kinds: all but float32."""
+    """Passes of a matrix instruction, and whether it is one of the wide kinds: all but float32.
+
+    Raises:
+        ValueError: sparse or float64.
+    """
     match = _MATRIX.match(ins.name)
     if match is None:
         raise ValueError(f"ins: got {ins.name}, expected a dense matrix instruction")
@@ -289,6 +293,7 @@ def passes(ins: Instruction) -> tuple[int, bool]:
     elif "8" in kinds and kinds != "I8":
         rate = 1024
     else:
+        # The largest product of gfx942.
         old = {"F16": 8192, "BF16": 8192, "I8": 16384}.get(kinds, 0) * (1 if size == "16" else 2)
         rate = _RATES[kinds][0 if blocks else 2 if work > old else 1]
     return max(2, work // rate // 4), kinds != "F32"
