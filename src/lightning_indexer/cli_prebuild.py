@@ -64,6 +64,7 @@ def prebuild(
                 raise typer.BadParameter(f"{name}: {reason}", param_hint="--backend")
             err.print(f"left out: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
             batches = [batch for batch in batches if batch.backend != name]
+    common.writable_folder("LIGHTNING_INDEXER_CACHE_DIR", envs.cache_dir())
     kernels: dict[str, dict[str, None]] = {}
     errors = []
     with common.progress() as progress:

@@ -17,7 +17,6 @@ from lightning_indexer.problem import Problem
 # Sizes between which heuristics change their mind; kernels take M and N at run time.
 ROWS = (1, 2, 16, 128, 1024, 4096)
 KEYS = (1, 1024, 16384, 131072)
-COMPILERS = (RuntimeError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,10 @@ def run(batches: Sequence[Batch], jobs: int) -> Iterator[Prebuilt]:
     """Compiles the batches over ``jobs`` processes; results come as they end."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, min(jobs, len(batches))), context) as pool:
-        for done in as_completed([pool.submit(compile_batch, batch) for batch in batches]):
-            yield done.result()
+        futures = {pool.submit(compile_batch, batch): batch for batch in batches}
+        for done in as_completed(futures):
+            error = done.exception()  # a process that was killed
+            yield done.result() if error is None else Prebuilt(futures[done], (), f"{type(error).__name__}: {error}")
 
 
 def compile_batch(batch: Batch) -> Prebuilt:
@@ -108,9 +109,10 @@ def compile_batch(batch: Batch) -> Prebuilt:
     backend, arch = dispatch.get(batch.backend), Arch.parse(batch.arch)
     assert isinstance(backend, dispatch.Precompiling)
     kernels: dict[str, None] = {}
-    try:
-        for problem in batch.problems:
+    errors: dict[str, None] = {}
+    for problem in batch.problems:
+        try:
             kernels[backend.precompile(problem, arch)] = None
-    except COMPILERS as error:
-        return Prebuilt(batch, tuple(kernels), str(error))
-    return Prebuilt(batch, tuple(kernels))
+        except Exception as error:  # compilers raise types of their own; the others are compiled all the same
+            errors[str(error)] = None
+    return Prebuilt(batch, tuple(kernels), "; ".join(errors))

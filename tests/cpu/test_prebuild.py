@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -62,7 +65,7 @@ def _name(backend: str, problem: Problem, arch: Arch) -> str:
 
 
 class Faulty:
-    """Compiles one kernel, then no more."""
+    """Compiles every second kernel."""
 
     name, summary, count = "faulty", "", 0
 
@@ -74,9 +77,9 @@ class Faulty:
 
     def precompile(self, problem, arch):
         self.count += 1
-        if self.count > 1:
-            raise RuntimeError("the compiler said no")
-        return "first"
+        if self.count % 2 == 0:
+            raise ArithmeticError("the compiler said no")
+        return f"kernel {self.count % 4}"
 
     prepare = candidates = precompile
 
@@ -85,12 +88,46 @@ def test_a_compiler_error_is_told_with_what_was_done(monkeypatch):
     monkeypatch.setitem(dispatch._BACKENDS, "faulty", Faulty())
     [batch] = prebuild.plan(SM90, [32], [64], names=["faulty"])
     done = prebuild.compile_batch(batch)
-    assert (done.kernels, done.error) == (("first",), "the compiler said no")
+    assert (done.kernels, done.error) == (("kernel 1", "kernel 3"), "the compiler said no")
     monkeypatch.setattr(prebuild, "run", lambda batches, jobs: map(prebuild.compile_batch, batches))
     dispatch.get("faulty").count = 0
     result = CliRunner().invoke(cli.app, ["prebuild", "--arch", "sm90", "--heads", "32", "--backend", "faulty"])
     assert result.exit_code == 1
     assert "FAIL faulty H=32 D=128: the compiler said no" in result.output
+
+
+def test_a_process_that_ends_costs_its_own_batch_alone(monkeypatch):
+    batches = prebuild.plan(SM90, [32, 64], [128])
+
+    class Pool:
+        def __init__(self, *_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def submit(self, call, batch):
+            future = Future()
+            if batch is batches[0]:
+                future.set_exception(BrokenProcessPool("killed"))
+            else:
+                future.set_result(prebuild.Prebuilt(batch, ("kernel",)))
+            return future
+
+    monkeypatch.setattr(prebuild, "ProcessPoolExecutor", Pool)
+    found = {done.batch: (done.kernels, done.error) for done in prebuild.run(batches, 2)}
+    assert found == {batches[0]: ((), "BrokenProcessPool: killed"), batches[1]: (("kernel",), "")}
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path / "file"))
+    result = CliRunner().invoke(cli.app, ["prebuild", "--arch", "sm90", "--heads", "8"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "cannot write into" in result.output
 
 
 def test_a_launch_finds_what_was_compiled(monkeypatch, tmp_path):

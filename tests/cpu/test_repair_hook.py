@@ -88,3 +88,25 @@ def test_it_goes_with_the_last_user_and_with_errors():
     leave.set()
     thread.join()
     assert hook() is None
+
+
+def test_someone_else_may_save_and_restore_it_meanwhile():
+    outer = repaired("gfx950")
+    outer.__enter__()
+    saved = hook()  # ours
+    outer.__exit__(None, None, None)
+    knobs.runtime.add_stages_inspection_hook = saved
+    try:
+        with repaired("gfx950"):
+            assert "s_nop" in assembled("gfx950")
+            assert hook()()  # and does not call itself for ever
+    finally:
+        knobs.runtime.add_stages_inspection_hook = None
+
+    def theirs(*arguments):
+        return None
+
+    with repaired("gfx950"):
+        knobs.runtime.add_stages_inspection_hook = theirs
+    assert hook() is theirs
+    knobs.runtime.add_stages_inspection_hook = None

@@ -89,6 +89,7 @@ RESULT = {
     "v_mfma_scale_f32_32x32x64_f8f6f4 v[0:15], v[32:39], v[40:47], 0, v60, v60 op_sel_hi:[0,0,0]": (None, 20),
     "v_mfma_scale_f32_32x32x64_f8f6f4 a[0:15], v[32:39], v[40:47], 0, v60, v60 op_sel_hi:[0,0,0]": (None, 20),
 }  # fmt: skip
+LANDS = ("ds_read_b128 v[0:3], v61", "global_load_dwordx4 v[0:3], v61, s[8:9]", "scratch_load_dword v1, off, s4")
 USES = ("v_add_f32 v62, v1, v1", "v_mov_b32 v1, 0", "ds_write_b32 v61, v1", "global_store_dword v61, v1, s[8:9]",
         "buffer_store_dword v1, v61, s[8:11], 0 offen", "v_pk_mul_f32 v[62:63], v[2:3], v[60:61]")  # fmt: skip
 
@@ -111,7 +112,7 @@ def test_the_result_of_a_matrix_instruction(first, arch):
     if " a[" in first:
         at_its_number(first, "v_accvgpr_read_b32 v62, a1", needed, arch)
         return
-    for second in USES:
+    for second in (*USES, *LANDS):
         at_its_number(first, second, needed, arch, "reads or overwrites the result of a matrix instruction")
     # Its factors, and the scales, may be overwritten at once.
     assert found(f"{first}\nv_mov_b32 v32, 0\nv_mov_b32 v34, 0\nv_mov_b32 v60, 0", arch) == []
@@ -126,13 +127,35 @@ PRODUCT = "v_mfma_f32_32x32x64_f8f6f4 v[0:15], v[32:39], v[40:47], 0"
         ("v_mfma_f32_32x32x64_f8f6f4 v[64:79], v[8:15], v[40:47], 0", 20),
         ("v_mfma_f32_32x32x64_f8f6f4 v[64:79], v[32:39], v[8:15], 0", 20),
         ("v_mfma_scale_f32_32x32x64_f8f6f4 v[64:79], v[32:39], v[40:47], 0, v3, v60 op_sel_hi:[0,0,0]", 20),
-        ("v_mfma_f32_32x32x64_f8f6f4 v[64:79], v[32:39], v[40:47], v[4:19]", 19),
-        # Another kind of product on the same accumulator: not forwarded. llvm/llvm-project pull request 218363.
-        ("v_mfma_f32_32x32x16_bf16 v[0:15], v[32:35], v[40:43], v[0:15]", 19),
+        ("v_mfma_f32_32x32x64_f8f6f4 v[64:79], v[32:39], v[40:47], v[4:19]", 18),
     ],
 )
 def test_products_of_products(second, needed):
     at_its_number(PRODUCT, second, needed, "gfx950")
+
+
+@pytest.mark.parametrize(
+    ("first", "part", "needed"),
+    [
+        ("v_mfma_f32_32x32x8_f16 v[0:15], v[32:33], v[34:35], 0", "v_mfma_f32_16x16x16_f16", (9, 10)),
+        ("v_mfma_f32_16x16x16_f16 v[0:3], v[32:33], v[34:35], 0", "v_mfma_f32_4x4x4_16b_f16", (5, 6)),
+        ("v_mfma_f32_4x4x4_16b_f16 v[0:3], v[32:33], v[34:35], 0", "v_mfma_f32_32x32x8_f16", (3, 4)),
+    ],
+)
+def test_an_accumulator_that_overlaps_a_result(first, part, needed):
+    result, third = ("v[2:17]", "v[2:17]") if "32x32" in part else ("v[2:5]", "v[2:5]")
+    for arch, number in zip(BOTH, needed, strict=True):
+        at_its_number(first, f"{part} {result}, v[32:33], v[34:35], {third}", number, arch, "accumulates on a part")
+    plain = "v_mfma_f32_32x32x2_f32 v[0:15], v32, v33, 0", "v_mfma_f32_16x16x4_f32 v[2:5], v32, v33, v[2:5]"
+    at_its_number(*plain, 16, "gfx950")
+
+
+def test_narrow_factors_are_half_as_many_registers():
+    first = "v_mfma_f32_32x32x64_f8f6f4 v[36:51], v[16:23], v[24:31], 0"
+    second = "v_mfma_f32_32x32x64_f8f6f4 v[0:15], v[32:{}], v[52:{}], 0 cbsz:{} blgp:{}"
+    assert found(f"{first}\n{second.format(35, 55, 4, 4)}", "gfx950") == []
+    at_its_number(first.replace("v[36:51]", "v[35:50]"), second.format(35, 55, 4, 4), 20, "gfx950")
+    at_its_number(first, second.format(39, 59, 0, 0), 20, "gfx950")
 
 
 def test_accumulating_needs_nothing():
@@ -150,7 +173,8 @@ def test_accumulating_needs_nothing():
     ],
 )
 def test_an_accumulator_that_is_read(first, needed):
-    at_its_number(first, "v_mov_b32 v2, 0", needed, "gfx950", "overwrites the accumulator")
+    for second in ("v_mov_b32 v2, 0", "ds_read_b32 v2, v63", "global_load_dword v2, v63, s[8:9]"):
+        at_its_number(first, second, needed, "gfx950", "overwrites the accumulator")
     assert found(f"{first}\nv_add_f32 v62, v2, v2", "gfx950") == []
 
 
@@ -170,6 +194,13 @@ def test_an_accumulator_that_is_read(first, needed):
         ("v_mov_b32 v2, 0", "v_readlane_b32 s4, v2, 3", 1, BOTH),
         ("v_exp_f32 v2, v3", "v_add_f32 v4, v2, v5", 1, BOTH),
         ("v_mov_b32_sdwa v2, v3 dst_sel:BYTE_1 dst_unused:UNUSED_PRESERVE", "v_add_f32 v4, v2, v5", 1, BOTH),
+        ("v_mov_b32_sdwa v2, v3 dst_sel:WORD_1 dst_unused:UNUSED_PRESERVE", "v_exp_f32 v4, v2", 1, BOTH),
+        ("v_mov_b32_sdwa v2, v3 dst_sel:WORD_1 dst_unused:UNUSED_PRESERVE", "v_mov_b32 v2, 0", 1, BOTH),
+        ("v_cvt_pk_fp8_f32 v6, v1, v2 op_sel:[0,0,1]", "v_cvt_pk_fp8_f32 v6, v3, v4", 1, BOTH),
+        ("v_dot4_i32_i8 v1, v2, v3, v4", "v_add_u32 v5, v1, v1", 3, BOTH),
+        ("v_dot4_i32_i8 v1, v2, v3, v4", "v_mov_b32 v1, 0", 3, BOTH),
+        ("v_dot4_i32_i8 v1, v2, v3, v4", "v_dot4_i32_i8 v5, v1, v3, v4", 3, BOTH),
+        ("v_dot4_i32_i8 v1, v2, v3, v4", "global_store_dword v5, v1, s[8:9]", 3, BOTH),
         ("v_cmp_gt_u32 vcc, 4, v0", "v_cndmask_b32 v1, v2, v3, vcc", 2, BOTH),
         ("v_add_co_u32 v4, vcc, v4, v1", "v_addc_co_u32 v5, vcc, 0, v5, vcc", 2, BOTH),
         ("v_readfirstlane_b32 s4, v2", "v_add_u32 v1, s4, v3", 2, BOTH),
@@ -179,6 +210,8 @@ def test_an_accumulator_that_is_read(first, needed):
         ("v_readfirstlane_b32 s9, v2", "buffer_store_dword v4, v5, s[8:11], 0 offen", 5, BOTH),
         ("global_store_dwordx4 v8, v[4:7], s[8:9]", "v_mov_b32 v7, 0", 2, BOTH),
         ("buffer_store_dwordx3 v[4:6], v8, s[8:11], 0 offen", "v_mov_b32 v6, 0", 2, BOTH),
+        ("scratch_store_dwordx4 off, v[4:7], s4", "v_mov_b32 v5, 0", 2, BOTH),
+        ("global_atomic_cmpswap_x2 v8, v[4:7], s[8:9]", "v_mov_b32 v7, 0", 2, BOTH),
         ("s_mov_b32 m0, 64", "global_load_lds_dword v[8:9], off", 1, BOTH),
         ("s_mov_b32 m0, 64", "buffer_load_dword v8, s[8:11], 0 offen lds", 1, BOTH),
     ],
@@ -202,6 +235,11 @@ def test_other_pairs(first, second, needed, archs):
         "global_store_dwordx4 v8, v[4:7], s[8:9]\nv_add_f32 v1, v5, v5",
         "v_cmp_gt_u32 vcc, 4, v0\ns_and_b64 vcc, vcc, exec",
         "v_mov_b32_sdwa v2, v3 dst_sel:DWORD\nv_add_f32 v4, v2, v5",
+        "v_dot4_i32_i8 v1, v2, v3, v4\nv_dot4_i32_i8 v1, v2, v3, v1",
+        "v_dot4_i32_i8 v32, v2, v3, v4\nv_mfma_f32_16x16x32_fp8_fp8 v[0:3], v[32:33], v[34:35], 0",
+        # One opcode's result as another's accumulator: compilers add nothing, see docs/simulator.md.
+        "v_mfma_f32_16x16x32_fp8_fp8 v[0:3], v[32:33], v[34:35], 0\n"
+        "v_mfma_f32_16x16x32_fp8_bf8 v[0:3], v[32:33], v[34:35], v[0:3]",
     ],
 )
 def test_what_needs_nothing(lines):
@@ -227,6 +265,13 @@ def test_the_shortest_path_counts():
     assert hazard.second.pc < hazard.first.pc
     past = f"{PRODUCT}\ns_cbranch_scc1 skip\ns_nop 15\ns_nop 7\nskip:\nv_add_f32 v62, v3, v3"
     assert [hazard.found for hazard in found(past, "gfx950")] == [1]
+
+
+def test_what_is_not_modelled_does_not_end_the_check():
+    unknown = "v_cubeid_f32 v70, v71, v72, v73"
+    [hazard] = found(f"{unknown}\n{PRODUCT}\n{unknown}\nv_mov_b32 v62, v1", "gfx950")
+    assert hazard.found == 1
+    assert found("v_mfma_f64_16x16x4_f64 v[0:7], v[32:33], v[34:35], 0\nv_mov_b32 v62, v60", "gfx942") == []
 
 
 def test_a_launch_refuses_and_names_both():
@@ -395,6 +440,31 @@ def test_paths_of_the_text_are_followed():
     assert mended.count("s_nop") == loop.count("s_nop") + 1
     assert "\ts_nop 2\n    v_add_f32 v62, v3, v3               ; v0 is not read here" in mended
     assert found(mended, "gfx950") == []
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        "v_add_f32 v62, v1, v2",  # as LLVM prints the second line of inline assembly: not indented
+        "\tv_add_f32 v62, v[1], v2",
+        "\tv_add_f32 v62, v1, v2 /* ends here */ // so",
+        "again: v_add_f32 v62, v1, v2",
+        "\ts_branch .Lout\n\t.Lout:\n\tv_add_f32 v62, v1, v2",
+        '\ts_branch "a name"\n"a name":\n\tv_add_f32 v62, v1, v2',
+        "\ts_branch 1f\n\tv_mov_b32 v70, 0\n1:\n\tv_add_f32 v62, v1, v2",
+        "\ts_nop 03\n\tv_add_f32 v62, v1, v2",
+        "\ts_nop NOPS\n\tv_add_f32 v62, v1, v2",
+        "\t; v_add_f32 v62, v1, v2\n\tv_add_f32 v62, v1, v2",
+    ],
+)
+def test_however_the_text_is_written(between):
+    mended = repair(f"\t{PRODUCT}\n{between}\n\ts_endpgm", "gfx950")
+    lines = mended.split("\n")
+    reader = next(index for index, line in enumerate(lines) if "v_add_f32" in line and not line.startswith("\t;"))
+    before = [line.strip() for line in lines[1:reader] if line.strip().startswith("s_nop")]
+    assert before
+    if not any(name in between for name in ("again", "1f", "03", "NOPS")):
+        assert found(mended, "gfx950") == []
 
 
 def test_other_archs_are_left_alone():

@@ -55,7 +55,7 @@ DEVICES = {"gfx950": MI355X}
 # 256 units x 2.4 GHz = 5.0 PFLOP/s, as in [sheet]. The older shapes of CDNA 3 run at its rates.
 _F8F6F4, _FP8, _HALF, _OLD_HALF = 2048, 1024, 1024, 512
 _NEW_HALF_SHAPES = ("16X16X32", "32X32X16")
-_MATRIX = re.compile(r"V_S?MFMA[A-Z]*_(?:SCALE_)?F32_(\d+)X(\d+)X(\d+)_?(\w+)")
+_MATRIX = re.compile(r"V_MFMA_(?:SCALE_)?F32_(\d+)X(\d+)X(\d+)_([A-Z]\w+)")  # shapes of one block
 
 
 def matrix_flop_and_cycles(opcode: str) -> tuple[int, float]:

@@ -263,6 +263,8 @@ class Emitter:
             mask: a further expression of booleans: lanes to write.
         """
         self.write_vgpr(number, 2 if kind in _WIDE else 1)
+        if high:  # the other half is kept
+            self.use_vgpr(number)
         where = self.mask(mask)
         if kind in _WIDE:
             text = expression.replace("{o}", "")
@@ -285,6 +287,7 @@ class Emitter:
 
     def put_low(self, number: int, expression: str) -> None:
         """Writes 64 uint16 to the low halves and keeps the high ones."""
+        self.use_vgpr(number)
         self.write_vgpr(number)
         self._store(f"v[{number}].view(uint16)[::2]", expression, self.mask(None))
 

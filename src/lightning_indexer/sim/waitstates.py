@@ -12,6 +12,7 @@ for gfx940 and gfx950, whose figures these are.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,11 +73,15 @@ class Node:
 
     @property
     def is_matrix(self) -> bool:
-        return self.ins.kind == "MFMA"
+        return self.ins.kind == "MFMA" and bool(self.written)
 
     @property
     def is_vector(self) -> bool:
         return self.ins.kind == "VALU"
+
+    @property
+    def is_dot(self) -> bool:
+        return self.ins.name.startswith("V_DOT")
 
     @property
     def is_memory(self) -> bool:
@@ -110,7 +115,7 @@ def check(program: Program) -> None:
 def hazards(program: Program) -> Iterator[Hazard]:
     """Every pair that is too close, in the order of the first of the two.
 
-    Code behind an indirect jump, or behind an instruction that is not modelled, is not reached.
+    Code behind an indirect jump is not reached, and the registers of an instruction that is not modelled are not known.
     """
     yield from of_nodes(program.arch, reachable(program))
 
@@ -136,12 +141,17 @@ def reachable(program: Program) -> dict[int, Node]:
         emitter = Emitter(program, full=True)
         try:
             ins = program.instruction(pc)
+        except UnknownOpcode:  # not even its length is known
+            continue
+        # What is not modelled passes for an instruction without registers: a launch that reaches it says so.
+        with contextlib.suppress(UnknownOpcode):
             if pc not in program.drop:
                 program.generate(emitter, ins)
-        except UnknownOpcode:
-            continue
+        written = emitter.written
+        for loads in emitter.loads.values():
+            written |= loads
         states = ins.bits("simm16") % 16 + 1 if ins.name == "S_NOP" else 1
-        nodes[pc] = Node(ins, emitter.read, emitter.written, states, _successors(ins))
+        nodes[pc] = Node(ins, emitter.read, written, states, _successors(ins))
         todo += nodes[pc].after
     return nodes
 
@@ -150,7 +160,7 @@ def _successors(ins: Instruction) -> tuple[int, ...]:
     after = ins.pc + ins.size
     if ins.name.startswith(("S_ENDPGM", "S_SETPC", "S_SWAPPC")):
         return ()
-    if "BRANCH" not in ins.name:
+    if "BRANCH" not in ins.name and not ins.name.startswith("S_CALL"):
         return (after,)
     target = after + 4 * ((ins.bits("simm16") ^ 0x8000) - 0x8000)
     return (target,) if ins.name == "S_BRANCH" else (after, target)
@@ -185,8 +195,8 @@ class _Rules:
             self.longest = 20
         elif first.is_vector:
             self.longest = 5
-        elif first.ins.kind == "VMEM_STORE":
-            self.longest = 2 if self._stored() else 0
+        elif first.is_memory:
+            self.longest = 2 if _stored(first.ins) else 0
         else:
             self.longest = 1 if first.written & _M0_BIT else 0
 
@@ -199,8 +209,8 @@ class _Rules:
             yield from self._after_matrix(second)
         elif self.first.is_vector:
             yield from self._after_vector(second)
-        elif self.first.ins.kind == "VMEM_STORE":
-            if second.is_vector and second.written & self._stored():
+        elif self.first.is_memory:
+            if second.is_vector and second.written & _stored(self.first.ins):
                 yield 2, "overwrites data of a store of more than 8 bytes,"
         elif _reads_m0(second.ins):
             yield 1, "uses M0, written by a scalar instruction,"
@@ -212,21 +222,26 @@ class _Rules:
             if _multiplied(second.ins) & self.vectors:
                 yield result, "multiplies the result of a matrix instruction,"
             third = _accumulator(second.ins)
-            if third == self.vectors and second.ins.name == self.first.ins.name:
+            if third == self.vectors:
                 yield 2 if self.passes == 2 else 0, "accumulates on the result of a matrix instruction,"
-            elif third & self.vectors and (self.wide or passes(second.ins)[1] is False):
-                yield result - 1, "accumulates on a part, or a result of another kind, of a matrix instruction,"
+            elif third & self.vectors and (self.wide or not passes(second.ins)[1]):
+                part = self.passes + (1 + self.gfx950 if self.wide else 0)
+                yield part, "accumulates on a part of the result of a matrix instruction,"
         elif second.is_vector or second.is_memory or second.ins.kind == "LDS":
             if (second.read | second.written) & self.vectors:
                 yield result, "reads or overwrites the result of a matrix instruction,"
-            if self.wide and second.is_vector and second.written & self.accumulator:
+            if self.wide and second.written & self.accumulator:
                 yield _ACCUMULATOR_READ[self.passes], "overwrites the accumulator that a matrix instruction reads,"
 
     def _after_vector(self, second: Node) -> Iterator[tuple[int, str]]:
         ins, name = second.ins, second.ins.name
         read = second.read & self.vectors
+        if self.first.is_dot and (second.is_vector or second.is_memory or second.ins.kind == "LDS"):
+            same = name == self.first.ins.name
+            if _factors(ins) & self.vectors if same else (second.read | second.written) & self.vectors:
+                yield 3, "uses the result of a dot product,"
         if second.is_matrix:
-            if read:
+            if read and not self.first.is_dot:
                 yield 2, "reads a result of a vector instruction,"
             if self.scalars & _EXEC_BITS:
                 yield 4, "follows a vector instruction that writes EXEC,"
@@ -239,8 +254,11 @@ class _Rules:
                 yield 2, "reads with DPP a result of a vector instruction,"
             if read and lane:
                 yield 1, "reads a lane of a result of a vector instruction,"
-            if read and self._is_late() and not _TRANSCENDENTAL.match(name):
-                yield 1, "reads a late result of a vector instruction,"
+            if _TRANSCENDENTAL.match(self.first.ins.name):
+                if read and not _TRANSCENDENTAL.match(name):
+                    yield 1, "reads a transcendental result,"
+            elif (second.read | second.written) & self.vectors and _writes_a_part(self.first.ins):
+                yield 1, "uses a register of which a vector instruction wrote a part,"
             if self.scalars & _EXEC_BITS:
                 if ins.variant == "DPP":
                     yield 5, "uses DPP after a vector instruction that writes EXEC,"
@@ -255,25 +273,28 @@ class _Rules:
         if second.is_memory and second.read & self.scalars & ~_EXEC_BITS:
             yield 5, "uses a scalar register that a vector instruction wrote,"
 
-    def _is_late(self) -> bool:
-        """Transcendental, or a result placed into a part of a register: not forwarded to the next instruction."""
-        ins = self.first.ins
-        if _TRANSCENDENTAL.match(ins.name):
-            return True
-        if ins.variant == "SDWA":
-            return ins.bits("dst_sel") != 6
-        return ins.format == "VOP3" and bool(ins.bits("opsel") >> 3 & 1)
 
-    def _stored(self) -> int:
-        """Data of a store of more than 8 bytes, as bits; a buffer's only where no scalar register offsets it."""
-        ins = self.first.ins
-        if "STORE" not in ins.name or not re.search(r"X3|X4", ins.name):
-            return 0
-        if ins.format == "MUBUF" and ins.bits("soffset") < 128:
-            return 0
-        number = ins.bits("vdata" if ins.format == "MUBUF" else "data") & 0xFF
-        count = 4 if "X4" in ins.name else 3
-        return ((1 << count) - 1) << number + 256 * ins.bits("acc")
+def _writes_a_part(ins: Instruction) -> bool:
+    """A result that is placed into a part of a register; not forwarded to the next instruction."""
+    if ins.variant == "SDWA":
+        return ins.bits("dst_sel") != 6
+    return ins.format == "VOP3" and bool(ins.bits("opsel") >> 3 & 1)
+
+
+def _stored(ins: Instruction) -> int:
+    """Data of a store or atomic of more than 8 bytes, as bits; a buffer's only where no scalar register offsets it."""
+    match = re.search(r"_STORE_\w*X([34])|_(CMPSWAP)_X2", ins.name)
+    if match is None or (ins.format == "MUBUF" and ins.bits("soffset") < 128):
+        return 0
+    number = ins.bits("vdata" if ins.format == "MUBUF" else "data") & 0xFF
+    return ((1 << int(match[1] or 4)) - 1) << number + 256 * ins.bits("acc")
+
+
+def _factors(ins: Instruction) -> int:
+    """The vector registers of the first two operands of a dot product, as bits."""
+    first = ins.bits("src0") - VGPR0
+    second = ins.bits("src1") - VGPR0 if ins.has("src1") else ins.bits("vsrc1") & 0xFF
+    return sum(1 << number for number in {first, second} if number >= 0)
 
 
 def passes(ins: Instruction) -> tuple[int, bool]:
@@ -311,13 +332,15 @@ def _accumulator(ins: Instruction) -> int:
 
 
 def _multiplied(ins: Instruction) -> int:
-    """Registers of the first two operands, and of their scales, as bits; more than a format reads, never fewer."""
+    """Registers of the first two operands, and of their scales, as bits."""
     match = _MATRIX.match(ins.name)
     assert match is not None
     size, depth, blocks, kinds = int(match[1]), int(match[3]), int(match[4] or 1), match[5]
     bits = 32 if kinds == "F32" else 16 if "F16" in kinds else 8
     found = 0
-    for index, name in enumerate(("src0", "src1")):
+    for index, (name, kind) in enumerate((("src0", "cbsz"), ("src1", "blgp"))):
+        if kinds == "F8F6F4":
+            bits = {0: 8, 1: 8, 4: 4}.get(ins.bits(kind), 6)
         count = max(1, size * depth * blocks * bits // 2048)
         found |= ((1 << count) - 1) << ins.bits(name) - VGPR0 + 256 * (ins.bits("acc") >> index & 1)
     for name in ("scale_src0", "scale_src1"):

@@ -2,7 +2,8 @@
 
 On gfx950 the result of a matrix instruction of 16 passes must be left alone for 20 wait states (CDNA4 ISA document,
 table of required NOPs). LLVM looks 19 back (llvm/llvm-project pull request 222040, merged in September 2026): a reader
-exactly 19 wait states behind the product gets no ``s_nop``. Nor does LLVM look into inline assembly, however near.
+exactly 19 wait states behind the product gets no ``s_nop``. Nor does LLVM look into inline assembly, however near; of
+that only what follows those products is mended here, and what follows shorter ones the simulator refuses.
 The compilers that this library runs are older, so what they print for gfx950 passes through here.
 
 The simulator checks machine code against the whole list of such rules, independently of this: ``sim/waitstates.py``.
@@ -20,9 +21,10 @@ VERSION = "wait states 1"  # in keys of caches
 _SIXTEEN_PASSES = re.compile(r"v_mfma_(?:scale_)?f32_32x32x64_f8f6f4$|v_mfma_[fi]32_32x32x4_2b_(?:f16|bf16|i8)$")
 _FOUR_BIT = re.compile(r"\bcbsz:[234]\b.*\bblgp:[234]\b")  # both operands narrow: 8 passes
 _NEEDED = 20
-_INSTRUCTION = re.compile(r"^\s+([a-z]\w+)(?:\s+([^;/]*?))?\s*(?:(?:;|//).*)?$")
-_LABEL = re.compile(r"^([.\w$]+):")
-_REGISTERS = re.compile(r"\b([va])(?:(\d+)\b|\[(\d+):(\d+)\])")
+_COMMENT = re.compile(r"/\*.*?\*/|;.*|//.*")
+_LABEL = re.compile(r"\s*([.\w$]+|\"[^\"]*\"):")
+_INSTRUCTION = re.compile(r"\s*([a-z]\w+)(?:\s+([^=].*))?$")
+_REGISTERS = re.compile(r"\b([va])(?:(\d+)\b|\[(\d+)(?::(\d+))?\])")
 _READERS = ("v_", "ds_", "buffer_", "global_", "flat_", "scratch_", "tbuffer_")
 
 
@@ -68,15 +70,22 @@ def _parse(lines: list[str]) -> tuple[list[_Line], dict[str, int]]:
     """The instructions in order, and which of them each label stands before."""
     code: list[_Line] = []
     labels: dict[str, int] = {}
-    for number, text in enumerate(lines):
-        if (label := _LABEL.match(text)) is not None:
+    for number, line in enumerate(lines):
+        text = _COMMENT.sub("", line).rstrip()
+        while (label := _LABEL.match(text)) is not None:
             labels[label[1]] = len(code)
-        elif (match := _INSTRUCTION.match(text)) is not None:
+            text = text[label.end() :]
+        if (match := _INSTRUCTION.match(text)) is not None:
             rest = match[2] or ""
             operands = tuple(part.strip() for part in rest.split(","))
-            states = int(operands[0], 0) + 1 if match[1] == "s_nop" else 1
-            code.append(_Line(number, match[1], operands, rest, states))
+            code.append(_Line(number, match[1], operands, rest, _states(match[1], operands[0])))
     return code, labels
+
+
+def _states(name: str, operand: str) -> int:
+    """Wait states of an instruction; a count that is not a plain number passes for the least."""
+    count = re.fullmatch(r"0x[\da-f]+|[1-9]?\d", operand) if name == "s_nop" else None
+    return int(count[0], 0) + 1 if count is not None else 1
 
 
 def _following(code: list[_Line], labels: dict[str, int], first: int) -> Iterator[tuple[int, int]]:
@@ -96,7 +105,10 @@ def _next(code: list[_Line], labels: dict[str, int], index: int) -> list[int]:
     name = code[index].name
     if name.startswith(("s_endpgm", "s_setpc", "s_swappc")):
         return []
-    targets = [labels[label] for label in code[index].operands if label in labels] if "branch" in name else []
+    if "branch" not in name and not name.startswith("s_call"):
+        return [index + 1]
+    # A target that is not a label of the text, such as 1b, may be any.
+    targets = [labels[label] for label in code[index].operands if label in labels] or list(labels.values())
     return targets if name == "s_branch" else [index + 1, *targets]
 
 
@@ -114,6 +126,7 @@ def _touches(line: _Line, result: set[str]) -> bool:
 def _registers(text: str) -> set[str]:
     found: set[str] = set()
     for kind, single, low, high in _REGISTERS.findall(text):
-        first, last = (int(single), int(single)) if single else (int(low), int(high))
+        first = int(single or low)
+        last = int(high or first)
         found |= {f"{kind}{number}" for number in range(first, last + 1)}
     return found

@@ -135,7 +135,9 @@ def repaired(arch: str) -> Iterator[None]:
     global _depth, _others
     with _lock:
         if _depth == 0:
-            _others = knobs.runtime.add_stages_inspection_hook
+            # Ours can be there without us: someone who saves and restores it may have done so meanwhile.
+            found = knobs.runtime.add_stages_inspection_hook
+            _others = None if found is _add_repair else found
             knobs.runtime.add_stages_inspection_hook = _add_repair
         _depth += 1
     try:
@@ -143,7 +145,7 @@ def repaired(arch: str) -> Iterator[None]:
     finally:
         with _lock:
             _depth -= 1
-            if _depth == 0:
+            if _depth == 0 and knobs.runtime.add_stages_inspection_hook is _add_repair:
                 knobs.runtime.add_stages_inspection_hook = _others
 
 
