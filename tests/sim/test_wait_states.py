@@ -154,7 +154,7 @@ def test_narrow_factors_are_half_as_many_registers():
     first = "v_mfma_f32_32x32x64_f8f6f4 v[36:51], v[16:23], v[24:31], 0"
     second = "v_mfma_f32_32x32x64_f8f6f4 v[0:15], v[32:{}], v[52:{}], 0 cbsz:{} blgp:{}"
     assert found(f"{first}\n{second.format(35, 55, 4, 4)}", "gfx950") == []
-    at_its_number(first.replace("v[36:51]", "v[35:50]"), second.format(35, 55, 4, 4), 20, "gfx950")
+    at_its_number(first.replace("v[36:51]", "v[34:49]"), second.format(35, 55, 4, 4), 20, "gfx950")
     at_its_number(first, second.format(39, 59, 0, 0), 20, "gfx950")
 
 
