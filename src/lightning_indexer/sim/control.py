@@ -42,8 +42,7 @@ def sopp(e: Emitter, ins: Instruction) -> None:
 
 
 def _branch(e: Emitter, ins: Instruction) -> None:
-    after = ins.pc + ins.size
-    target = after + 4 * ((ins.bits("simm16") ^ 0x8000) - 0x8000)
+    after, target = ins.pc + ins.size, ins.target
     if "VCC" in ins.name:
         e.use_sgpr(VCC, 2)
     condition = {

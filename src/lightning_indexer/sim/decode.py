@@ -55,6 +55,11 @@ class Instruction:
     def literal(self) -> int:
         return self.bits("literal")
 
+    @property
+    def target(self) -> int:
+        """Where a branch or a direct call goes."""
+        return self.pc + self.size + 4 * ((self.bits("simm16") ^ 0x8000) - 0x8000)
+
     @functools.cached_property
     def text(self) -> str:
         from lightning_indexer.sim.text import text_of

@@ -36,6 +36,11 @@ _SPLATS = {"u": "K", "f": "KF", "i": "KI", "U": "K64", "I": "KI64", "d": "KD"}
 SGPR_BIT = 512  # scalar register n is bit 512 + n of a set of registers
 
 
+def register_bits(number: int, count: int = 1) -> int:
+    """``count`` registers from ``number`` on as a set."""
+    return ((1 << count) - 1) << number
+
+
 def unknown(instruction: Instruction, what: str, kernel: str = "") -> UnknownOpcode:
     name = instruction.name.lower()
     return UnknownOpcode(
@@ -93,17 +98,17 @@ class Emitter:
         self.loads = {"vm": 0, "lgkm": 0, "scalar": 0}
 
     def use_vgpr(self, number: int, count: int = 1) -> None:
-        self.read |= ((1 << count) - 1) << number
+        self.read |= register_bits(number, count)
 
     def use_sgpr(self, number: int, count: int = 1) -> None:
-        self.read |= ((1 << count) - 1) << (SGPR_BIT + number)
+        self.read |= register_bits(SGPR_BIT + number, count)
 
     def write_vgpr(self, number: int, count: int = 1) -> None:
-        self.written |= ((1 << count) - 1) << number
+        self.written |= register_bits(number, count)
 
     def will_load(self, counter: str, number: int, count: int) -> int:
         """Notes registers that a load of this instruction writes later; returns them as bits."""
-        bits = ((1 << count) - 1) << number
+        bits = register_bits(number, count)
         self.loads[counter] |= bits
         return bits
 
@@ -131,7 +136,7 @@ class Emitter:
 
     def put_sgpr(self, number: int, value: str, wide: bool = False) -> None:
         """Writes an int expression, already reduced to its width, to scalar registers. EXEC ends the block."""
-        self.written |= (3 if wide else 1) << (SGPR_BIT + number)
+        self.written |= register_bits(SGPR_BIT + number, 2 if wide else 1)
         if wide:
             if not value.isidentifier():
                 name = self.temporary()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_indexer.sim.decode import VGPR0, Instruction
-from lightning_indexer.sim.emit import Emitter, unknown
+from lightning_indexer.sim.emit import Emitter, register_bits, unknown
 from lightning_indexer.sim.formats import FLOAT4, SCALE8, float8
 from lightning_indexer.sim.lanes import Lanes
 
@@ -74,7 +74,13 @@ class Operand:
 
 
 class Mfma:
-    """One matrix instruction, called with the wave."""
+    """One matrix instruction, called with the wave.
+
+    Attributes:
+        size, depth, blocks: blocks of size x size x depth.
+        f8f6f4: of the kind whose operands have formats of their own.
+        factors, accumulator: registers that it multiplies, scales included, and that it adds to, as bits.
+    """
 
     def __init__(self, ins: Instruction, e: Emitter) -> None:
         match = _NAME.match(ins.name)
@@ -85,7 +91,7 @@ class Mfma:
         self.size, self.depth, self.blocks = int(size), int(depth), int(blocks or 1)
         if out == "F64" or kinds == "XF32":
             raise unknown(ins, "not modelled", e.program.name)
-        f8f6f4 = kinds == "F8F6F4"
+        self.f8f6f4 = f8f6f4 = kinds == "F8F6F4"
         if arch == "gfx942" and (f8f6f4 or f"{size}X{size}X{depth}_{kinds}" in _GFX950):
             raise unknown(ins, "gfx942 has no such instruction", e.program.name)
         accumulate = ins.bits("acc_cd")
@@ -116,7 +122,9 @@ class Mfma:
         for operand in (self.a, self.b):
             e.use_vgpr(operand.first, operand.registers)
         e.write_vgpr(self.first, self.registers)
+        self.factors, self.accumulator = e.read, 0
         if self.third is not None:
+            self.accumulator = register_bits(self.third, self.registers)
             e.use_vgpr(self.third, self.registers)
 
     def _constant(self, e: Emitter, ins: Instruction, number: int) -> float:

@@ -264,7 +264,7 @@ def sopk(e: Emitter, ins: Instruction) -> None:
         e.put_sgpr(destination, f"{e.sgpr(destination)} * {signed} & 0xFFFFFFFF")
     elif name == "S_CALL_B64":
         e.put_sgpr(destination, str(ins.pc + ins.size + e.program.load_address), wide=True)
-        e.leave(str(ins.pc + ins.size + 4 * signed))
+        e.leave(str(ins.target))
     elif name in ("S_SETREG_B32", "S_SETREG_IMM32_B32"):
         _setreg(e, ins, immediate)
     else:

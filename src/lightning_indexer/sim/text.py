@@ -74,7 +74,7 @@ def _sopp(ins: Instruction, name: str) -> str:
             parts.append(f"lgkmcnt({lgkm})")
         return " ".join([name, *parts])
     if "branch" in name:
-        return f"{name} {ins.pc + ins.size + 4 * ((immediate ^ 0x8000) - 0x8000):#x}"
+        return f"{name} {ins.target:#x}"
     if name in ("s_endpgm", "s_barrier"):
         return name
     return f"{name} {immediate}"

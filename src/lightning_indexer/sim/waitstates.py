@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_indexer.sim.decode import EXEC, M0, VCC, VGPR0, Instruction
-from lightning_indexer.sim.emit import SGPR_BIT, Emitter
+from lightning_indexer.sim.emit import SGPR_BIT, Emitter, register_bits
 from lightning_indexer.sim.errors import SimulationFault, UnknownOpcode
+from lightning_indexer.sim.mfma import Mfma
 from lightning_indexer.sim.options import Options
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from lightning_indexer.toolchain.code_object import CodeObject
 
 _VECTOR_REGISTERS = (1 << SGPR_BIT) - 1
-_EXEC_BITS, _VCC_BITS, _M0_BIT = 3 << SGPR_BIT + EXEC, 3 << SGPR_BIT + VCC, 1 << SGPR_BIT + M0
+_EXEC_BITS, _VCC_BITS = register_bits(SGPR_BIT + EXEC, 2), register_bits(SGPR_BIT + VCC, 2)
+_M0_BIT = register_bits(SGPR_BIT + M0)
 _TRANSCENDENTAL = re.compile(r"V_(?:RCP|RSQ|SQRT|EXP|LOG|SIN|COS)_|V_RCP_IFLAG_")
-_MATRIX = re.compile(r"V_MFMA_(?:SCALE_)?[FI]\d+_(\d+)X(\d+)X(\d+)_(?:(\d+)B_)?(\w+)$")
 # Operations in a cycle, by the type of the factors: in shapes of several blocks, in the others of gfx942, and in those
 # that gfx950 alone has.
 _RATES = {"F32": (64, 64, 64), "F16": (256, 512, 1024), "BF16": (256, 512, 1024), "I8": (256, 1024, 2048)}
@@ -63,17 +64,17 @@ class Hazard:
 
 @dataclass(frozen=True)
 class Node:
-    """One instruction: registers as bits, wait states that it is, and where control goes from it."""
+    """One instruction: registers as bits, wait states that it is, and where control goes from it.
+
+    ``product`` is there for a matrix instruction that is modelled.
+    """
 
     ins: Instruction
+    product: Mfma | None
     read: int
     written: int
     states: int
     after: tuple[int, ...]
-
-    @property
-    def is_matrix(self) -> bool:
-        return self.ins.kind == "MFMA" and bool(self.written)
 
     @property
     def is_vector(self) -> bool:
@@ -95,9 +96,9 @@ def too_close(code_object: CodeObject, kernel: str) -> list[Hazard]:
         KeyError: no such kernel.
         UnknownOpcode: an arch that is not modelled.
     """
-    from lightning_indexer.sim.program import Program
+    from lightning_indexer.sim.program import program_for
 
-    return list(hazards(Program(code_object, kernel, Options())))
+    return list(hazards(program_for(code_object, kernel, Options())))
 
 
 def check(program: Program) -> None:
@@ -143,15 +144,20 @@ def reachable(program: Program) -> dict[int, Node]:
             ins = program.instruction(pc)
         except UnknownOpcode:  # not even its length is known
             continue
+        product: Mfma | None = None
         # What is not modelled passes for an instruction without registers: a launch that reaches it says so.
         with contextlib.suppress(UnknownOpcode):
-            if pc not in program.drop:
+            if pc in program.drop:
+                pass
+            elif ins.kind == "MFMA":
+                product = Mfma(ins, emitter)
+            else:
                 program.generate(emitter, ins)
         written = emitter.written
         for loads in emitter.loads.values():
             written |= loads
         states = ins.bits("simm16") % 16 + 1 if ins.name == "S_NOP" else 1
-        nodes[pc] = Node(ins, emitter.read, written, states, _successors(ins))
+        nodes[pc] = Node(ins, product, emitter.read, written, states, _successors(ins))
         todo += nodes[pc].after
     return nodes
 
@@ -162,8 +168,7 @@ def _successors(ins: Instruction) -> tuple[int, ...]:
         return ()
     if "BRANCH" not in ins.name and not ins.name.startswith("S_CALL"):
         return (after,)
-    target = after + 4 * ((ins.bits("simm16") ^ 0x8000) - 0x8000)
-    return (target,) if ins.name == "S_BRANCH" else (after, target)
+    return (ins.target,) if ins.name == "S_BRANCH" else (after, ins.target)
 
 
 def _after(nodes: dict[int, Node], first: Node, rules: _Rules) -> Iterator[Hazard]:
@@ -189,9 +194,7 @@ class _Rules:
         self.first = first
         self.gfx950 = arch == "gfx950"
         self.vectors, self.scalars = first.written & _VECTOR_REGISTERS, first.written & ~_VECTOR_REGISTERS
-        if first.is_matrix:
-            self.passes, self.wide = passes(first.ins)
-            self.accumulator = _accumulator(first.ins)
+        if first.product is not None:
             self.longest = 20
         elif first.is_vector:
             self.longest = 5
@@ -205,8 +208,8 @@ class _Rules:
         return max(self._of(second), key=lambda rule: rule[0], default=(0, ""))
 
     def _of(self, second: Node) -> Iterator[tuple[int, str]]:
-        if self.first.is_matrix:
-            yield from self._after_matrix(second)
+        if self.first.product is not None:
+            yield from self._after_matrix(self.first.product, second)
         elif self.first.is_vector:
             yield from self._after_vector(second)
         elif self.first.is_memory:
@@ -215,23 +218,24 @@ class _Rules:
         elif _reads_m0(second.ins):
             yield 1, "uses M0, written by a scalar instruction,"
 
-    def _after_matrix(self, second: Node) -> Iterator[tuple[int, str]]:
-        # The f32 shapes end a pass earlier; gfx950's longer ones one later.
-        result = self.passes + (3 if self.wide else 2) + (self.wide and self.gfx950 and self.passes != 2)
-        if second.is_matrix:
-            if _multiplied(second.ins) & self.vectors:
+    def _after_matrix(self, product: Mfma, second: Node) -> Iterator[tuple[int, str]]:
+        passes, wide = _passes(product), product.a.kind != "F32"
+        # With float32 factors it ends a pass earlier; gfx950's longer ones one later.
+        result = passes + (3 if wide else 2) + (wide and self.gfx950 and passes != 2)
+        if second.product is not None:
+            if second.product.factors & self.vectors:
                 yield result, "multiplies the result of a matrix instruction,"
-            third = _accumulator(second.ins)
+            third = second.product.accumulator
             if third == self.vectors:
-                yield 2 if self.passes == 2 else 0, "accumulates on the result of a matrix instruction,"
-            elif third & self.vectors and (self.wide or not passes(second.ins)[1]):
-                part = self.passes + (1 + self.gfx950 if self.wide else 0)
+                yield 2 if passes == 2 else 0, "accumulates on the result of a matrix instruction,"
+            elif third & self.vectors and (wide or second.product.a.kind == "F32"):
+                part = passes + (1 + self.gfx950 if wide else 0)
                 yield part, "accumulates on a part of the result of a matrix instruction,"
         elif second.is_vector or second.is_memory or second.ins.kind == "LDS":
             if (second.read | second.written) & self.vectors:
                 yield result, "reads or overwrites the result of a matrix instruction,"
-            if self.wide and second.written & self.accumulator:
-                yield _ACCUMULATOR_READ[self.passes], "overwrites the accumulator that a matrix instruction reads,"
+            if wide and second.written & product.accumulator:
+                yield _ACCUMULATOR_READ[passes], "overwrites the accumulator that a matrix instruction reads,"
 
     def _after_vector(self, second: Node) -> Iterator[tuple[int, str]]:
         ins, name = second.ins, second.ins.name
@@ -240,7 +244,7 @@ class _Rules:
             same = name == self.first.ins.name
             if _factors(ins) & self.vectors if same else (second.read | second.written) & self.vectors:
                 yield 3, "uses the result of a dot product,"
-        if second.is_matrix:
+        if second.product is not None:
             if read and not self.first.is_dot:
                 yield 2, "reads a result of a vector instruction,"
             if self.scalars & _EXEC_BITS:
@@ -287,71 +291,34 @@ def _stored(ins: Instruction) -> int:
     if match is None or (ins.format == "MUBUF" and ins.bits("soffset") < 128):
         return 0
     number = ins.bits("vdata" if ins.format == "MUBUF" else "data") & 0xFF
-    return ((1 << int(match[1] or 4)) - 1) << number + 256 * ins.bits("acc")
+    return register_bits(number + 256 * ins.bits("acc"), int(match[1] or 4))
 
 
 def _factors(ins: Instruction) -> int:
     """The vector registers of the first two operands of a dot product, as bits."""
     first = ins.bits("src0") - VGPR0
     second = ins.bits("src1") - VGPR0 if ins.has("src1") else ins.bits("vsrc1") & 0xFF
-    return sum(1 << number for number in {first, second} if number >= 0)
+    return sum(register_bits(number) for number in {first, second} if number >= 0)
 
 
-def passes(ins: Instruction) -> tuple[int, bool]:
-    """Passes of a matrix instruction, and whether it is one of the wide kinds: all but float32.
-
-    Raises:
-        ValueError: sparse or float64.
-    """
-    match = _MATRIX.match(ins.name)
-    if match is None:
-        raise ValueError(f"ins: got {ins.name}, expected a dense matrix instruction")
-    size, _, depth, blocks, kinds = match.groups()
-    work = 2 * int(size) ** 2 * int(depth) * int(blocks or 1)
-    if kinds == "F8F6F4":
-        # 8-bit operands on either side halve the rate.
-        rate = 4096 if min(ins.bits("cbsz"), ins.bits("blgp")) >= 2 else 2048
-    elif "8" in kinds and kinds != "I8":
-        rate = 1024
+def _passes(product: Mfma) -> int:
+    """Passes of a matrix instruction."""
+    work = 2 * product.size**2 * product.depth * product.blocks
+    kind, bits = product.a.kind, max(product.a.bits, product.b.bits)
+    if product.f8f6f4:
+        rate = 4096 if bits == 4 else 2048  # 8-bit operands on either side halve it
+    elif kind not in _RATES:
+        rate = 1024  # fp8, bf8
     else:
         # The largest product of gfx942.
-        old = {"F16": 8192, "BF16": 8192, "I8": 16384}.get(kinds, 0) * (1 if size == "16" else 2)
-        rate = _RATES[kinds][0 if blocks else 2 if work > old else 1]
-    return max(2, work // rate // 4), kinds != "F32"
-
-
-def _accumulator(ins: Instruction) -> int:
-    """The registers of the third operand, as bits; 0 where it is a constant."""
-    number = ins.bits("src2")
-    if number < VGPR0:
-        return 0
-    match = _MATRIX.match(ins.name)
-    assert match is not None
-    count = int(match[1]) ** 2 * int(match[4] or 1) // 64
-    return ((1 << count) - 1) << number - VGPR0 + 256 * ins.bits("acc_cd")
-
-
-def _multiplied(ins: Instruction) -> int:
-    """Registers of the first two operands, and of their scales, as bits."""
-    match = _MATRIX.match(ins.name)
-    assert match is not None
-    size, depth, blocks, kinds = int(match[1]), int(match[3]), int(match[4] or 1), match[5]
-    bits = 32 if kinds == "F32" else 16 if "F16" in kinds else 8
-    found = 0
-    for index, (name, kind) in enumerate((("src0", "cbsz"), ("src1", "blgp"))):
-        if kinds == "F8F6F4":
-            bits = {0: 8, 1: 8, 4: 4}.get(ins.bits(kind), 6)
-        count = max(1, size * depth * blocks * bits // 2048)
-        found |= ((1 << count) - 1) << ins.bits(name) - VGPR0 + 256 * (ins.bits("acc") >> index & 1)
-    for name in ("scale_src0", "scale_src1"):
-        if ins.has(name) and ins.bits(name) >= VGPR0:
-            found |= 1 << ins.bits(name) - VGPR0
-    return found
+        old = {"F16": 8192, "BF16": 8192, "I8": 16384}.get(kind, 0) * (1 if product.size == 16 else 2)
+        rate = _RATES[kind][0 if product.blocks > 1 else 2 if work > old else 1]
+    return max(2, work // rate // 4)
 
 
 def _lane_select(ins: Instruction) -> int:
     number = ins.bits("src1")
-    return 1 << SGPR_BIT + number if number < 128 else 0
+    return register_bits(SGPR_BIT + number) if number < 128 else 0
 
 
 def _reads_m0(ins: Instruction) -> bool:
