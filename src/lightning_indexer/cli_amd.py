@@ -175,15 +175,16 @@ def cost(
 
     def one_table(published: Published, advance: Callable[[str], None]) -> Table:
         found: dict[tuple[int, int, str], dict[str, model.Prediction]] = {launch: {} for launch in published.times}
+        problems = {
+            (rows, keys, window): common.sized(rows, keys, published.heads, 128, published.form)
+            for rows, keys, window in published.times
+        }
         for one in backends:
             advance(f"{one.name} H={published.heads}")
-            problems = {
-                launch: common.problem(f"{launch[0]},{launch[1]},{published.heads},128", published.form)
-                for launch in published.times
-            }
-            able = {launch: p for launch, p in problems.items() if (reason := one.supports(p, target)) is None}
+            reasons = {launch: one.supports(problem, target) for launch, problem in problems.items()}
+            able = {launch: problems[launch] for launch, reason in reasons.items() if reason is None}
             if not able:
-                refused[f"{one.name}: {reason}"] = None
+                refused.update(dict.fromkeys(f"{one.name}: {reason}" for reason in reasons.values()))
                 continue
             with _compile_errors():
                 predictions = model.Model(one, list(dict.fromkeys(able.values())), target, published.rates)

@@ -78,6 +78,11 @@ def problem(shape: str, form: str) -> Problem:
     if len(numbers) != 4:
         raise typer.BadParameter(f"got {shape!r}, expected M,N,H,D", param_hint="--shape")
     rows, keys, heads, head_dim = numbers
+    return sized(rows, keys, heads, head_dim, form)
+
+
+def sized(rows: int, keys: int, heads: int, head_dim: int, form: str) -> Problem:
+    """The problem of these sizes; compressed logits as wide as there are keys."""
     width = keys if form == "compressed" else 0
     return Problem(rows, keys, heads, head_dim, clean_logits=form == "clean", max_seqlen_k=width)
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_indexer import dispatch
 from lightning_indexer.arch import Arch
-from lightning_indexer.bench.cases import FORMS
+from lightning_indexer.bench.cases import FORMS, Case, Form
 from lightning_indexer.problem import Problem
 
 # Sizes between which heuristics change their mind; kernels take M and N at run time.
@@ -55,7 +55,7 @@ def plan(
     heads: Sequence[int],
     head_dims: Sequence[int],
     *,
-    forms: Sequence[str] = FORMS,
+    forms: Sequence[Form] = FORMS,
     out_dtypes: Sequence[torch.dtype] = (torch.float32,),
     names: Sequence[str] | None = None,
 ) -> list[Batch]:
@@ -82,10 +82,7 @@ def plan(
         for h in heads:
             for d in head_dims:
                 problems = [
-                    Problem(
-                        m, n, h, d,
-                        out_dtype=dtype, clean_logits=form == "clean", max_seqlen_k=n if form == "compressed" else 0,
-                    )
+                    Case(m, n, h, d, "causal", form, dtype).problem(n if form == "compressed" else 0)
                     for form in forms for dtype in out_dtypes for m in ROWS for n in KEYS
                 ]  # fmt: skip
                 able = tuple(problem for problem in problems if backend.supports(problem, arch) is None)

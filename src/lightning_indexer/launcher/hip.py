@@ -17,6 +17,8 @@ from lightning_indexer.launcher.base import Grid, three
 from lightning_indexer.toolchain.built import Built
 from lightning_indexer.toolchain.code_object import CodeObject
 
+_NOT_INSTALLED = "hip-python is not installed: pip install 'lightning-indexer[hip]'"
+
 
 class HipError(RuntimeError):
     """A call of the HIP runtime failed, and the message names it and the error; or there are two runtimes."""
@@ -25,7 +27,7 @@ class HipError(RuntimeError):
 def missing() -> str | None:
     """None, or what to install, with the command; where PyTorch runs on ROCm, also what is wrong with the runtime."""
     if importlib.util.find_spec("hip") is None:
-        return "hip-python is not installed: pip install 'lightning-indexer[hip]'"
+        return _NOT_INSTALLED
     if torch.version.hip is not None:
         try:
             default()
@@ -108,7 +110,7 @@ def _runtime() -> Any:
         HipError: PyTorch has loaded another copy of the runtime, whose streams and allocations this one does not know.
     """
     if importlib.util.find_spec("hip") is None:
-        raise ModuleNotFoundError("hip-python is not installed: pip install 'lightning-indexer[hip]'")
+        raise ModuleNotFoundError(_NOT_INSTALLED)
     from hip import hip
 
     hip.hipRuntimeGetVersion()  # loads the library

@@ -115,11 +115,17 @@ def _assemble(asm_text: str, arch: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="lightning-indexer-") as folder:
         source, linked = Path(folder, "kernel.s"), Path(folder, "kernel.hsaco")
         source.write_text(asm_text)
-        target = ("--target=amdgcn-amd-amdhsa", f"-mcpu={arch}")
         object_file = str(source.with_suffix(".o"))
-        _run((*tools().clang, "-x", "assembler", *target, "-c", str(source), "-o", object_file), f"assembly for {arch}")
+        _run(
+            (*tools().clang, "-x", "assembler", *_target(arch), "-c", str(source), "-o", object_file),
+            f"assembly for {arch}",
+        )
         _run((*tools().lld, "-shared", object_file, "-o", str(linked)), f"link for {arch}")
         return linked.read_bytes()
+
+
+def _target(arch: str) -> tuple[str, ...]:
+    return "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}"
 
 
 def _run(command: Sequence[str], what: str) -> str:
@@ -149,17 +155,7 @@ def _tools() -> Tools | None:
 def _knows_gfx950(tools: Tools) -> bool:
     """ROCm before 7.0 does not."""
     line = "v_mfma_scale_f32_32x32x64_f8f6f4 v[0:15], v[16:23], v[24:31], 0, v32, v32"
-    command = [
-        *tools.clang,
-        "-x",
-        "assembler",
-        "--target=amdgcn-amd-amdhsa",
-        "-mcpu=gfx950",
-        "-c",
-        "-",
-        "-o",
-        os.devnull,
-    ]
+    command = [*tools.clang, "-x", "assembler", *_target("gfx950"), "-c", "-", "-o", os.devnull]
     return subprocess.run(command, input=line, capture_output=True, text=True, check=False).returncode == 0
 
 

@@ -75,9 +75,7 @@ def compile_flydsl(
             pass  # another thread was interrupted, and its process ended with it
         elf, printed = answer
         isa = repair(printed, arch)
-        # The directive names the target as FlyDSL's LLVM spells it, another as the assembler does.
-        plain = re.sub(r"(?m)^\s*\.amdgcn_target.*$", "", isa)
-        code_object = CodeObject(elf) if isa is printed else amdgpu_clang.assemble(plain, arch)
+        code_object = CodeObject(elf) if isa is printed else amdgpu_clang.assemble(_without_target(isa), arch)
         return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler, argument_names)
 
     return get_or_build(key, build)
@@ -176,6 +174,11 @@ def _linker(root: Path) -> Path:
     script.write_text(f'#!/bin/sh\nexec {shlex.join(amdgpu_clang.tools().lld)} "$@"\n')
     script.chmod(0o755)
     return root
+
+
+def _without_target(isa: str) -> str:
+    """The text less the directive that names its target, which LLVM versions spell differently."""
+    return re.sub(r"(?m)^\s*\.amdgcn_target.*$", "", isa)
 
 
 def _embedded(text: str) -> bytes:
