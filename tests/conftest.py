@@ -13,7 +13,8 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch):
     """None of the library's variables from outside, and nothing that another test's selection left in the caches."""
-    from lightning_indexer import api, arch, envs
+    from lightning_indexer import arch, envs
+    from lightning_indexer.calls import mqa_logits as api
 
     for variable in envs.KNOWN:
         monkeypatch.delenv(variable, raising=False)

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_indexer import Arch, Problem, api, dispatch
-from lightning_indexer.problem import Operands
+from lightning_indexer import Arch, Problem
+from lightning_indexer.calls import mqa_logits as api
+from lightning_indexer.problems.mqa_logits import Operands
+from lightning_indexer.selection import registry as dispatch
 
 # Runs instead of a kernel: (problem, operands, out, honest), where ``honest(operands, out)`` is torch-blocked.
 Fault = Callable[[Problem, Operands, torch.Tensor, dispatch.Run], None]

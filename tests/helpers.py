@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_indexer import calc_diff, reference_logits
-from lightning_indexer.bench.cases import Form, Inputs
-from lightning_indexer.bench.guarded import GuardedOutput
+from lightning_indexer.check.cases import Form, Inputs
+from lightning_indexer.check.guarded import GuardedOutput
 
 CPU = torch.device("cpu")
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1

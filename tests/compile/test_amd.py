@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_indexer.toolchain import amdgpu_clang, flydsl, triton_amd
-from lightning_indexer.toolchain import built as built_module
-from lightning_indexer.toolchain.amdgpu_clang import compile_hip
-from lightning_indexer.toolchain.built import Built, CompileError
+from lightning_indexer.amd import built as built_module
+from lightning_indexer.amd import clang as amdgpu_clang
+from lightning_indexer.amd import flydsl, triton_amd
+from lightning_indexer.amd.built import Built, CompileError
+from lightning_indexer.amd.clang import compile_hip
 
 HERE = Path(__file__).parent
 ARCHS = ("gfx942", "gfx950")

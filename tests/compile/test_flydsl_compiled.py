@@ -7,9 +7,10 @@ import re
 import pytest
 import torch
 
-from lightning_indexer import Arch, Problem, dispatch
+from lightning_indexer import Arch, Problem
 from lightning_indexer.backends.flydsl_cdna.backend import Launch
 from lightning_indexer.backends.flydsl_cdna.config import heuristic
+from lightning_indexer.selection import registry as dispatch
 
 # Waves of a SIMD at once, by arch, H and D, of the kernels for many rows.
 WAVES = {

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from lightning_indexer import Arch, Problem
+from lightning_indexer.amd.built import Built
 from lightning_indexer.backends.hip_gfx950.backend import FLAGS, HipGfx950, compile_kernel, is_supported
 from lightning_indexer.backends.hip_gfx950.config import Tunables, heuristic
-from lightning_indexer.toolchain.built import Built
 
 GFX950 = Arch.parse("gfx950")
 LONG = Problem(4096, 32768, 32, 128)

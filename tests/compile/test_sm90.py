@@ -15,7 +15,7 @@ import torch
 from lightning_indexer import Arch, Problem
 from lightning_indexer.backends.cuda_sm90.backend import HEAD_DIMS, HEADS, SOURCE, CudaSm90
 from lightning_indexer.backends.cuda_sm90.config import PAIRS, SHARED_LIMIT, THREADS, KernelConfig, heuristic
-from lightning_indexer.toolchain import nvrtc
+from lightning_indexer.cuda import nvrtc
 
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SM90 = Arch.parse("sm90")

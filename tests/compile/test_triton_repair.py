@@ -38,8 +38,8 @@ from lightning_indexer.backends.triton_portable.config import heuristic
 from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel
 from lightning_indexer.sim import too_close
 from lightning_indexer.toolchain.code_object import CodeObject
-from lightning_indexer.toolchain.repair import repair
-from lightning_indexer.toolchain.triton_amd import repaired
+from lightning_indexer.amd.repair import repair
+from lightning_indexer.amd.triton_amd import repaired
 
 gfx950, problem = Arch.parse("gfx950"), Problem(4096, 32768, 64, 128)
 launch = Launch(problem, gfx950, heuristic(problem, gfx950))

@@ -15,10 +15,10 @@ from faulty import FaultyBackend, honest, install, one_percent_high
 from helpers import CPU
 from lightning_indexer import calc_diff, reference_logits
 from lightning_indexer.bench import environment, peers, plots, report, sweep, timing
-from lightning_indexer.bench.cases import Case, make_inputs, make_windows
 from lightning_indexer.bench.report import Summary
 from lightning_indexer.bench.sweep import Plan, Row
 from lightning_indexer.bench.timing import Ceilings, Timing
+from lightning_indexer.check.cases import Case, make_inputs, make_windows
 
 GPU = torch.device("cuda")
 S_Q, S_K, HEADS, HEAD_DIM = 16, 64, 8, 32

@@ -9,17 +9,9 @@ import pytest
 import torch
 
 from helpers import CPU, assert_matches, expected_for
-from lightning_indexer import (
-    Arch,
-    BackendUnavailableError,
-    Problem,
-    arch_of,
-    dispatch,
-    explain,
-    fp8_mqa_logits,
-    support_table,
-)
-from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer import Arch, BackendUnavailableError, Problem, arch_of, explain, fp8_mqa_logits, support_table
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.selection import registry as dispatch
 
 DEEPSEEK = Problem(4096, 32768, 64, 128)
 GLM = Problem(4096, 32768, 32, 128)

@@ -8,9 +8,10 @@ import itertools
 import pytest
 import torch
 
-from lightning_indexer import Arch, Problem, dispatch
+from lightning_indexer import Arch, Problem
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
 from lightning_indexer.backends.flydsl_cdna.layout import CHUNK, KEYS_OF_WAVE, LANES, Layout
+from lightning_indexer.selection import registry as dispatch
 from lightning_indexer.toolchain.occupancy import lds_limit
 
 ARCHS = ("gfx942", "gfx950")

@@ -71,7 +71,8 @@ for name in OPTIONAL:
 
 import torch
 import lightning_indexer as li
-from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.selection import registry
+from lightning_indexer.check.cases import make_inputs, make_windows
 
 cpu = torch.device("cpu")
 inputs = make_inputs(9, 70, 8, 32, cpu)
@@ -81,7 +82,7 @@ expected = li.reference_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inpu
 
 problem, sm90 = li.Problem(4096, 32768, 64, 128), li.Arch.parse("sm90")
 try:
-    li.dispatch.select(problem, sm90, "triton-portable")
+    registry.select(problem, sm90, "triton-portable")
     error = None
 except li.BackendUnavailableError as raised:
     error = str(raised)

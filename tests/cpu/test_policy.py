@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_indexer import Arch, Problem, dispatch, explain, policy
+from lightning_indexer import Arch, Problem, explain
+from lightning_indexer.selection import policy
+from lightning_indexer.selection import registry as dispatch
 
 TRITON_TORCH = ("triton-portable", "torch-blocked")
 FLYDSL_TRITON_TORCH = ("flydsl", *TRITON_TORCH)
@@ -188,7 +190,7 @@ def test_a_call_follows_the_switch(monkeypatch):
     """The plan of an earlier call with the same facts is not used again once the variable changes."""
     from helpers import CPU, assert_matches, expected_for
     from lightning_indexer import fp8_mqa_logits
-    from lightning_indexer.bench.cases import make_inputs, make_windows
+    from lightning_indexer.check.cases import make_inputs, make_windows
 
     ran = []
     monkeypatch.setattr(

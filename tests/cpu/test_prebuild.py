@@ -9,12 +9,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lightning_indexer import Arch, Problem, cli, dispatch, prebuild
+from lightning_indexer import Arch, Problem
 from lightning_indexer.backends.cuda_sm90 import backend as sm90
 from lightning_indexer.backends.cuda_sm90.config import heuristic
 from lightning_indexer.backends.flydsl_cdna import config as flydsl
 from lightning_indexer.backends.hip_gfx950 import config as hip
-from lightning_indexer.toolchain import nvrtc
+from lightning_indexer.calls import prebuild
+from lightning_indexer.cli import app as cli
+from lightning_indexer.cuda import nvrtc
+from lightning_indexer.selection import registry as dispatch
 
 SM90, GFX942, GFX950 = map(Arch.parse, ("sm90", "gfx942", "gfx950"))
 

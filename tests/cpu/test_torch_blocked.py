@@ -29,7 +29,7 @@ from helpers import (
 from lightning_indexer import Arch, Problem, calc_diff, fp8_mqa_logits, reference_logits
 from lightning_indexer.backends.torch_blocked import backend as backend_module
 from lightning_indexer.backends.torch_blocked.config import BlockConfig, heuristic
-from lightning_indexer.bench.cases import WINDOWS, Inputs, make_inputs, make_windows
+from lightning_indexer.check.cases import WINDOWS, Inputs, make_inputs, make_windows
 from lightning_indexer.fp8 import dequantize_k
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz

@@ -30,8 +30,8 @@ from lightning_indexer import Arch, Problem, envs, fp8_mqa_logits
 from lightning_indexer.backends.triton_portable import backend as backend_module
 from lightning_indexer.backends.triton_portable.backend import HEAD_DIMS, HEADS, constants, launch, options
 from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic
-from lightning_indexer.bench.cases import WINDOWS, Inputs, make_inputs, make_windows
-from lightning_indexer.problem import Operands
+from lightning_indexer.check.cases import WINDOWS, Inputs, make_inputs, make_windows
+from lightning_indexer.problems.mqa_logits import Operands
 
 interpreted = pytest.mark.skipif(
     not envs.triton_interprets(), reason="a GPU is here: tests/gpu runs the compiled kernel, in the same process"
@@ -262,8 +262,8 @@ import torch
 from lightning_indexer import Arch, Problem, calc_diff, reference_logits
 from lightning_indexer.backends.triton_portable.backend import launch
 from lightning_indexer.backends.triton_portable.config import TileConfig
-from lightning_indexer.bench.cases import make_inputs
-from lightning_indexer.problem import Operands
+from lightning_indexer.check.cases import make_inputs
+from lightning_indexer.problems.mqa_logits import Operands
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -7,9 +7,10 @@ import torch
 from typer.testing import CliRunner
 
 from faulty import FaultyBackend, install, one_percent_high
-from lightning_indexer import Arch, Problem, dispatch
+from lightning_indexer import Arch, Problem
 from lightning_indexer.bench import sweep, tune
-from lightning_indexer.cli import app
+from lightning_indexer.cli.app import app
+from lightning_indexer.selection import registry as dispatch
 
 SMALL = ["bench", "--tune", "--device", "cpu", "--shapes", "16x64", "--heads", "8", "--head-dim", "32",
          "--windows", "causal", "--forms", "clean,compressed", "--budget-ms", "1"]  # fmt: skip

@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_indexer import Problem, arch_of, dispatch, fp8_mqa_logits, reference_logits
-from lightning_indexer.bench import verify
-from lightning_indexer.bench.cases import make_inputs, make_windows
-from lightning_indexer.bench.guarded import GuardedOutput
+from lightning_indexer import Problem, arch_of, fp8_mqa_logits, reference_logits
+from lightning_indexer.check import verify
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.check.guarded import GuardedOutput
+from lightning_indexer.selection import registry as dispatch
 
 pytestmark = [
     pytest.mark.gpu,

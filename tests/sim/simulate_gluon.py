@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from lightning_indexer import Arch, Problem, calc_diff, dispatch, fp8_mqa_logits, reference_logits
+from lightning_indexer import Arch, Problem, calc_diff, fp8_mqa_logits, reference_logits
+from lightning_indexer.amd import simulation
+from lightning_indexer.amd.simulated import SimLauncher
 from lightning_indexer.backends.gluon_gfx950.backend import Launch
 from lightning_indexer.backends.gluon_gfx950.config import heuristic, many_rows
-from lightning_indexer.bench.cases import make_inputs, make_windows
-from lightning_indexer.launcher import simulation
-from lightning_indexer.launcher.simulator import SimLauncher
-from lightning_indexer.problem import Operands
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.problems.mqa_logits import Operands
+from lightning_indexer.selection import registry as dispatch
 from lightning_indexer.sim import Options, SimulationFault, listing
 
 CPU, ARCH = torch.device("cpu"), Arch.parse("gfx950")

@@ -17,11 +17,11 @@ from test_semantics_coverage import TESTED
 
 from helpers import CPU, check_guarded, expected_for, expected_logits, int32, same_bits
 from lightning_indexer import Arch, Problem, fp8_mqa_logits
+from lightning_indexer.amd import simulation
 from lightning_indexer.backends.flydsl_cdna.backend import MAX_KEY_STRIDE, Launch
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic
-from lightning_indexer.bench.cases import Inputs, make_inputs, make_windows
-from lightning_indexer.launcher import simulation
-from lightning_indexer.problem import Operands
+from lightning_indexer.check.cases import Inputs, make_inputs, make_windows
+from lightning_indexer.problems.mqa_logits import Operands
 from lightning_indexer.sim import Options, SimulationFault, listing
 
 pytestmark = [
@@ -247,8 +247,8 @@ def test_the_public_call_converts_fn_operands_on_gfx942():
 TRITON = """
 import json, torch
 from lightning_indexer import fp8_mqa_logits
-from lightning_indexer.bench.cases import make_inputs
-from lightning_indexer.launcher import simulation
+from lightning_indexer.check.cases import make_inputs
+from lightning_indexer.amd import simulation
 
 inputs = make_inputs(4, 512, 32, 64, torch.device("cpu"))
 windows = torch.zeros(4, dtype=torch.int32), torch.full((4,), 512, dtype=torch.int32)

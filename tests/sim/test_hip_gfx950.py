@@ -13,14 +13,14 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder,
 
 from helpers import CPU, check_guarded, expected_for, same_bits  # noqa: E402
 from lightning_indexer import Arch, Problem, calc_diff, fp8_mqa_logits  # noqa: E402
+from lightning_indexer.amd import simulation  # noqa: E402
 from lightning_indexer.backends.hip_gfx950.backend import HipGfx950, launch  # noqa: E402
 from lightning_indexer.backends.hip_gfx950.config import Tunables  # noqa: E402
-from lightning_indexer.bench.cases import Inputs, make_inputs, make_windows  # noqa: E402
-from lightning_indexer.bench.cost import Model  # noqa: E402
-from lightning_indexer.bench.rates import MI355X  # noqa: E402
-from lightning_indexer.bench.simulated import SimulatedCase, run_case, sweep  # noqa: E402
-from lightning_indexer.launcher import simulation  # noqa: E402
-from lightning_indexer.problem import Operands  # noqa: E402
+from lightning_indexer.check.cases import Inputs, make_inputs, make_windows  # noqa: E402
+from lightning_indexer.check.simulated import SimulatedCase, run_case, sweep  # noqa: E402
+from lightning_indexer.model.cost import Model  # noqa: E402
+from lightning_indexer.model.rates import MI355X  # noqa: E402
+from lightning_indexer.problems.mqa_logits import Operands  # noqa: E402
 from lightning_indexer.sim import Options, Report  # noqa: E402
 
 GFX950 = Arch.parse("gfx950")

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_indexer.launcher import launcher_for, simulation
+from lightning_indexer.amd import launcher_for, simulation
+from lightning_indexer.amd.clang import compile_hip
 from lightning_indexer.sim import Options, SimulationFault
-from lightning_indexer.toolchain.amdgpu_clang import compile_hip
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
@@ -30,9 +30,9 @@ import torch
 from lightning_indexer import Arch, Problem
 from lightning_indexer.backends.triton_portable.backend import Launch
 from lightning_indexer.backends.triton_portable.config import heuristic
-from lightning_indexer.bench.cases import make_inputs, make_windows
-from lightning_indexer.launcher import simulation
-from lightning_indexer.problem import Operands
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.amd import simulation
+from lightning_indexer.problems.mqa_logits import Operands
 from lightning_indexer.sim import Options, SimulationFault, listing
 
 arch, heads = Arch.parse(sys.argv[1]), int(sys.argv[2])

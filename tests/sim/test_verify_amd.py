@@ -47,9 +47,10 @@ import torch
 from lightning_indexer import Arch, Problem, fp8_mqa_logits, reference_logits
 from lightning_indexer.backends.triton_portable.backend import Launch
 from lightning_indexer.backends.triton_portable.config import heuristic
-from lightning_indexer.bench.cases import make_inputs, make_windows
-from lightning_indexer.launcher import simulation, simulator
-from lightning_indexer.problem import Operands
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.amd import simulation
+from lightning_indexer.amd import simulated as simulator
+from lightning_indexer.problems.mqa_logits import Operands
 from lightning_indexer.sim import Options, SimulationFault
 
 rows, keys, heads, head_dim = 3, 300, 32, 64

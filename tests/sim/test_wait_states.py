@@ -11,7 +11,10 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder,
 pytest.importorskip("tinygrad")
 pytest.importorskip("ziglang")
 
-from lightning_indexer import Arch, Problem, dispatch  # noqa: E402
+from lightning_indexer import Arch, Problem  # noqa: E402
+from lightning_indexer.amd import clang as amdgpu_clang  # noqa: E402
+from lightning_indexer.amd.repair import repair  # noqa: E402
+from lightning_indexer.selection import registry as dispatch  # noqa: E402
 from lightning_indexer.sim import (  # noqa: E402
     Hazard,
     Memory,
@@ -22,8 +25,6 @@ from lightning_indexer.sim import (  # noqa: E402
     waitstates,
 )
 from lightning_indexer.sim.program import Program  # noqa: E402
-from lightning_indexer.toolchain import amdgpu_clang  # noqa: E402
-from lightning_indexer.toolchain.repair import repair  # noqa: E402
 
 KERNEL = """
 .text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import Problem
 
 
 def unsupported_shape(problem: Problem, heads: tuple[int, ...], head_dims: tuple[int, ...]) -> str | None:

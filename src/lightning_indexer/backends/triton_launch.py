@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Operands, Problem, row_stride
+from lightning_indexer.problems.mqa_logits import Operands, Problem, row_stride
 
 
 def operands_like(problem: Problem, arch: Arch) -> tuple[Operands, torch.Tensor]:

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_indexer import dispatch
-from lightning_indexer.api import allocate
 from lightning_indexer.arch import arch_of
-from lightning_indexer.bench.cases import Case, make_inputs, make_windows
 from lightning_indexer.bench.environment import no_room
 from lightning_indexer.bench.sweep import Plan, RefCheck
 from lightning_indexer.bench.timing import measure
-from lightning_indexer.bench.verify import compressed_width
-from lightning_indexer.problem import Operands
+from lightning_indexer.calls.mqa_logits import allocate
+from lightning_indexer.check.cases import Case, make_inputs, make_windows
+from lightning_indexer.check.verify import compressed_width
+from lightning_indexer.problems.mqa_logits import Operands
+from lightning_indexer.selection import registry as dispatch
 
 
 @dataclass(frozen=True, slots=True)

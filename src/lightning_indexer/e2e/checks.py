@@ -8,7 +8,7 @@ import torch
 
 from lightning_indexer.e2e.prompt import Prompt, readout
 from lightning_indexer.e2e.stack import Observer, Scored, Stack
-from lightning_indexer.reference import reference_logits
+from lightning_indexer.problems.reference import reference_logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from lightning_indexer import dispatch
 from lightning_indexer.arch import Arch
 from lightning_indexer.bench import environment
 from lightning_indexer.chunking import Request, plan_chunks
@@ -20,7 +19,8 @@ from lightning_indexer.e2e.clock import Clock, synchronize
 from lightning_indexer.e2e.dims import Dims
 from lightning_indexer.e2e.prompt import make_prompt
 from lightning_indexer.e2e.stack import Stack, default_dtype, needed_bytes
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import Problem
+from lightning_indexer.selection import registry as dispatch
 
 # Phases that make up the indexer; "logits" is the call that the two sides differ in.
 INDEXER = ("indexer projections", "quantise", "gather", "logits", "top-k")

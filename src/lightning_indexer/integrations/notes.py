@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_indexer import dispatch, envs, policy
-from lightning_indexer.api import problem_of
+from lightning_indexer import envs
 from lightning_indexer.arch import Arch, arch_of, forced_arch
-from lightning_indexer.dispatch import Verdict
-from lightning_indexer.problem import Problem
+from lightning_indexer.calls.mqa_logits import problem_of
+from lightning_indexer.problems.mqa_logits import Problem
+from lightning_indexer.selection import policy
+from lightning_indexer.selection import registry as dispatch
+from lightning_indexer.selection.registry import Verdict
 
 # H of the models with this indexer, and a chunk of theirs: they stand for the calls to come.
 USUAL_HEADS, USUAL_ROWS, USUAL_KEYS, USUAL_HEAD_DIM = (32, 64), 4096, 32768, 128

@@ -22,8 +22,8 @@ from lightning_indexer.backends.cuda_sm90.config import (
     neighbours,
 )
 from lightning_indexer.backends.gate import unsupported_shape
-from lightning_indexer.problem import Operands, Problem
-from lightning_indexer.toolchain import nvrtc
+from lightning_indexer.cuda import nvrtc
+from lightning_indexer.problems.mqa_logits import Operands, Problem
 
 SOURCE = Path(__file__).with_name("kernel.cuh")
 NVRTC_ARCH = "sm_90a"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import Problem
 
 # kernel.cuh's plan; its static asserts hold these to it.
 PAIRS = 256

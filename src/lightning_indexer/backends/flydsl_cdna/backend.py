@@ -11,13 +11,13 @@ from dataclasses import asdict
 
 import torch
 
+from lightning_indexer.amd import flydsl, launcher_for
+from lightning_indexer.amd import hip_runtime as hip
+from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
 from lightning_indexer.backends.gate import unsupported_shape
-from lightning_indexer.launcher import hip, launcher_for
-from lightning_indexer.problem import Operands, Problem
-from lightning_indexer.toolchain import flydsl
-from lightning_indexer.toolchain.built import Built
+from lightning_indexer.problems.mqa_logits import Operands, Problem
 
 ARCHS = ("gfx942", "gfx950")
 HEADS = (32, 64, 128)

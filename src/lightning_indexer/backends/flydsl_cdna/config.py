@@ -8,7 +8,7 @@ import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.flydsl_cdna.layout import Layout
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import Problem
 from lightning_indexer.toolchain.occupancy import lds_limit
 
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
+from lightning_indexer.amd import launcher_for, triton_amd
+from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.gate import unsupported_shape
 from lightning_indexer.backends.gluon_gfx950.config import WAVES, GluonConfig, heuristic, is_wide, neighbours
 from lightning_indexer.backends.triton_launch import device_guard, operands_like
-from lightning_indexer.launcher import launcher_for
-from lightning_indexer.problem import Operands, Problem
-from lightning_indexer.toolchain import triton_amd
-from lightning_indexer.toolchain.built import Built
+from lightning_indexer.problems.mqa_logits import Operands, Problem
 from lightning_indexer.toolchain.occupancy import lds_limit
 
 HEADS = (8, 16, 32, 64, 128)

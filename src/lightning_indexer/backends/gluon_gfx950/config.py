@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import Problem
 
 WAVES = 4  # of a program: one for each SIMD of a compute unit
 BUFFER_BYTES = 2**31  # what the 32-bit offset of a buffer instruction reaches, as Triton describes buffers

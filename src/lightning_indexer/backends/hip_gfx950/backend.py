@@ -10,6 +10,10 @@ from pathlib import Path
 
 import torch
 
+from lightning_indexer.amd import clang as amdgpu_clang
+from lightning_indexer.amd import hip_runtime as hip
+from lightning_indexer.amd import launcher_for
+from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.gate import unsupported_shape
 from lightning_indexer.backends.hip_gfx950.config import (
@@ -19,10 +23,7 @@ from lightning_indexer.backends.hip_gfx950.config import (
     heuristic,
     neighbours,
 )
-from lightning_indexer.launcher import hip, launcher_for
-from lightning_indexer.problem import Operands, Problem
-from lightning_indexer.toolchain import amdgpu_clang
-from lightning_indexer.toolchain.built import Built
+from lightning_indexer.problems.mqa_logits import Operands, Problem
 
 SOURCES = {
     "stream": Path(__file__).with_name("kernel.hip"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import Problem
 
 TILE = 32  # keys of one matrix product
 STAGE = 64  # keys of one stage in LDS

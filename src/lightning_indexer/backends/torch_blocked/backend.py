@@ -17,7 +17,7 @@ import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.torch_blocked.config import BlockConfig, heuristic, neighbours
-from lightning_indexer.problem import Operands, Problem
+from lightning_indexer.problems.mqa_logits import Operands, Problem
 
 
 class TorchBlocked:

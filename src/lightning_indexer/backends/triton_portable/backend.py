@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from lightning_indexer import envs
+from lightning_indexer.amd import launcher_for, simulates, triton_amd
+from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.gate import unsupported_shape
 from lightning_indexer.backends.triton_launch import device_guard, operands_like
 from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic, neighbours
-from lightning_indexer.launcher import launcher_for, simulates
-from lightning_indexer.problem import Operands, Problem
-from lightning_indexer.toolchain import triton_amd
-from lightning_indexer.toolchain.built import Built
+from lightning_indexer.problems.mqa_logits import Operands, Problem
 
 HEADS = (8, 16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import Problem
 
 
 @dataclass(frozen=True, slots=True)
