@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.triton_portable.config import heuristic
-from lightning_indexer.backends.triton_portable.mqa_logits import TritonPortable, constants, options
+from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits, constants, options
 from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel
 
 FP8 = {"fn": "*fp8e4nv", "none": "*u8"}
@@ -44,7 +44,7 @@ def compile_for_nvidia(arch: Arch, problem: MqaLogitsProblem) -> dict:
 
 
 def compile_for_amd(arch: Arch, problem: MqaLogitsProblem) -> dict:
-    built = TritonPortable().build(problem, arch)
+    built = MqaLogits().build(problem, arch)
     return {"name": built.kernel, "shared": built.resources.lds, "text": built.isa}
 
 

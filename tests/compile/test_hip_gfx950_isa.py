@@ -9,7 +9,7 @@ import pytest
 from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.amd.built import Built
 from lightning_indexer.backends.hip_gfx950.config import Tunables, heuristic
-from lightning_indexer.backends.hip_gfx950.mqa_logits import FLAGS, HipGfx950, compile_kernel, is_supported
+from lightning_indexer.backends.hip_gfx950.mqa_logits import FLAGS, MqaLogits, compile_kernel
 
 GFX950 = Arch.parse("gfx950")
 LONG = MqaLogitsProblem(4096, 32768, 32, 128)
@@ -127,7 +127,7 @@ def test_the_head_sum_on_the_matrix_unit_is_an_option():
 
 
 def test_64_heads():
-    built = HipGfx950().build(MqaLogitsProblem(4096, 32768, 64, 128), GFX950)
+    built = MqaLogits().build(MqaLogitsProblem(4096, 32768, 64, 128), GFX950)
     assert "_H64_" in built.kernel
     assert built.resources.vgpr_spills == 0
     assert built.resources.waves_per_simd == 2
@@ -139,10 +139,6 @@ def test_lds_strategy():
     assert count(built, r"buffer_load_dwordx4 .* lds") > 0
     assert count(built, "ds_read_b128") == 4 * count(built, MFMA) // (2 * 4)
     assert count(built, "ds_write\\w*") == 0
-
-
-def test_is_supported():
-    assert {(h, d) for h in (8, 16, 32, 64, 128) for d in (32, 64, 128) if is_supported(h, d)} == {(32, 128), (64, 128)}
 
 
 # The config

@@ -14,7 +14,7 @@ import torch
 
 from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.cuda_sm90.config import PAIRS, SHARED_LIMIT, THREADS, KernelConfig, heuristic
-from lightning_indexer.backends.cuda_sm90.mqa_logits import HEAD_DIMS, HEADS, SOURCE, CudaSm90
+from lightning_indexer.backends.cuda_sm90.mqa_logits import HEAD_DIMS, HEADS, SOURCE, MqaLogits
 from lightning_indexer.cuda import nvrtc
 
 REGISTERS_PER_MULTIPROCESSOR = 65536
@@ -131,7 +131,7 @@ def test_config_is_pure_and_frozen(heads):
 
 
 def test_gate():
-    backend = CudaSm90()
+    backend = MqaLogits()
     good = MqaLogitsProblem(4096, 32768, 64, 128)
     assert backend.supports(good, SM90) is None
     assert "needs sm90" in backend.supports(good, Arch.parse("sm100"))
@@ -147,7 +147,7 @@ def test_missing_package_is_named_with_its_command():
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] == 'cuda': raise ModuleNotFoundError(name, name=name)\n"
         "sys.meta_path.insert(0, Block())\n"
-        "from lightning_indexer.toolchain import nvrtc\n"
+        "from lightning_indexer.cuda import nvrtc\n"
         "print(nvrtc.missing())\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
