@@ -147,7 +147,7 @@ def test_missing_package_is_named_with_its_command():
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] == 'cuda': raise ModuleNotFoundError(name, name=name)\n"
         "sys.meta_path.insert(0, Block())\n"
-        "from lightning_indexer.toolchain import nvrtc\n"
+        "from lightning_indexer.cuda import nvrtc\n"
         "print(nvrtc.missing())\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_indexer import artifacts
 from lightning_indexer.arch import Arch
 from lightning_indexer.check.cases import FORMS, Case, Form
 from lightning_indexer.problems.mqa_logits import Problem
@@ -102,14 +103,15 @@ def run(batches: Sequence[Batch], jobs: int) -> Iterator[Prebuilt]:
 
 
 def compile_batch(batch: Batch) -> Prebuilt:
-    """Compiles one batch, in this process."""
+    """Compiles one batch, in this process; a kernel that cannot be read back from the disk cache counts as failed."""
     backend, arch = dispatch.get(batch.backend), Arch.parse(batch.arch)
     assert isinstance(backend, dispatch.Precompiling)
     kernels: dict[str, None] = {}
     errors: dict[str, None] = {}
     for problem in batch.problems:
         try:
-            kernels[backend.precompile(problem, arch)] = None
+            with artifacts.required():
+                kernels[backend.precompile(problem, arch)] = None
         except Exception as error:  # compilers raise types of their own; the others are compiled all the same
             errors[str(error)] = None
     return Prebuilt(batch, tuple(kernels), "; ".join(errors))

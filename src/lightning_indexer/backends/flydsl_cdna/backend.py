@@ -12,7 +12,6 @@ from dataclasses import asdict
 import torch
 
 from lightning_indexer.amd import flydsl, launcher_for
-from lightning_indexer.amd import hip_runtime as hip
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
@@ -31,8 +30,7 @@ class FlyDsl:
     summary = "FlyDSL kernels for AMD gfx942 and gfx950; executed in simulation only"
 
     def missing(self) -> str | None:
-        # On a machine with an AMD GPU the kernels are for that, through the HIP runtime.
-        return flydsl.missing() or (hip.missing() if torch.version.hip else None)
+        return flydsl.missing()
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         if arch.name not in ARCHS:

@@ -5,13 +5,13 @@ Triton's runtime launches it on a GPU. On the CPU it runs compiled for gfx950 in
 
 from __future__ import annotations
 
-import functools
-import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_indexer import packages
 from lightning_indexer.amd import launcher_for, triton_amd
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
@@ -123,12 +123,10 @@ class Launch:
         )
 
 
-@functools.cache
 def _missing() -> str | None:
-    spec = importlib.util.find_spec("triton")
-    if spec is None:
-        return "Triton is not installed: pip install 'lightning-indexer[triton]'"
+    if (reason := triton_amd.missing()) is not None:
+        return reason
     gluon = Path("experimental/gluon/language/amd/cdna4")
-    if not any((Path(place) / gluon).exists() for place in spec.submodule_search_locations or ()):
+    if not any(os.path.exists(place / gluon) for place in packages.folders("triton")):  # noqa: PTH110
         return "Triton has no Gluon for gfx950: pip install 'triton>=3.6'"
     return None

@@ -6,12 +6,11 @@ On tensors in host memory it runs in the simulator (see ``launcher``); it has no
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 
+from lightning_indexer import packages
 from lightning_indexer.amd import clang as amdgpu_clang
-from lightning_indexer.amd import hip_runtime as hip
 from lightning_indexer.amd import launcher_for
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
@@ -26,8 +25,8 @@ from lightning_indexer.backends.hip_gfx950.config import (
 from lightning_indexer.problems.mqa_logits import Operands, Problem
 
 SOURCES = {
-    "stream": Path(__file__).with_name("kernel.hip"),
-    "lds": Path(__file__).with_name("kernel_lds.hip"),
+    "stream": packages.beside(__name__, "kernel.hip"),
+    "lds": packages.beside(__name__, "kernel_lds.hip"),
 }
 # No NaN reaches a result that is used: so the ReLU is one v_max_f32. The vectoriser would pair the rows' last sums, and
 # move registers for it.
@@ -55,7 +54,7 @@ class HipGfx950:
         self.tunables = tunables
 
     def missing(self) -> str | None:
-        return _missing()
+        return amdgpu_clang.missing()
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         if arch.name != "gfx950":
@@ -131,10 +130,3 @@ def launch(problem: Problem, operands: Operands, out: torch.Tensor, arch: Arch, 
     if (reason := HipGfx950(tunables).supports(problem, arch)) is not None:
         raise ValueError(f"hip-gfx950: {reason}")
     Launch(problem, heuristic(problem, arch, tunables))(operands, out)
-
-
-@functools.cache
-def _missing() -> str | None:
-    if (reason := amdgpu_clang.missing()) is not None:
-        return reason
-    return hip.missing() if torch.version.hip is not None else None

@@ -44,11 +44,19 @@ def _run(problem: Problem, config: BlockConfig, operands: Operands, out: torch.T
     for panel in range(0, problem.keys, config.panel_keys):
         work.load_panel(panel)
         starts = range(0, problem.rows, config.block_rows)
-        if threads == 1 or len(starts) == 1:
+        pool = _threads(threads) if threads > 1 and len(starts) > 1 else None
+        if pool is None:
             for row in starts:
                 work.row_block(row)
         else:
-            list(_pool(threads).map(work.row_block, starts))  # list() raises what a block raised
+            list(pool.map(work.row_block, starts))  # list() raises what a block raised
+
+
+def _threads(threads: int) -> ThreadPoolExecutor | None:
+    """The pool; None where the interpreter is ending, after which no pool takes work or starts threads."""
+    if not threading.main_thread().is_alive():
+        return None
+    return _pool(threads)
 
 
 @functools.cache

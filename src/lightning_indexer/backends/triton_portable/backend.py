@@ -6,8 +6,6 @@ for that arch in the simulator (see ``launcher``).
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ class TritonPortable:
     summary = "one Triton kernel for NVIDIA sm80 and newer and AMD gfx9/gfx12"
 
     def missing(self) -> str | None:
-        return _missing()
+        return triton_amd.missing()
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         if arch.vendor == "cpu" and not envs.triton_interprets():
@@ -148,10 +146,3 @@ def options(config: TileConfig, arch: Arch) -> dict[str, Any]:
     if arch.vendor == "amd" and config.waves_per_eu:
         chosen["waves_per_eu"] = config.waves_per_eu
     return chosen
-
-
-@functools.cache
-def _missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install 'lightning-indexer[triton]'"
-    return None
