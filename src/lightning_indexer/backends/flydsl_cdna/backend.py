@@ -15,7 +15,7 @@ from lightning_indexer.amd import flydsl, launcher_for
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
-from lightning_indexer.backends.gate import unsupported_shape
+from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
 from lightning_indexer.problems.mqa_logits import Operands, Problem
 
 ARCHS = ("gfx942", "gfx950")
@@ -40,7 +40,8 @@ class FlyDsl:
         for name, size in (("N", problem.keys), ("max_seqlen_k", problem.width)):
             if size > MAX_KEYS:
                 return f"{name}={size} is more than {MAX_KEYS}: offsets of scales and columns have 32 bits"
-        return unsupported_shape(problem, HEADS, HEAD_DIMS)
+        # One row, four waves: what `candidates` offers at most.
+        return unsupported_shape(problem, HEADS, HEAD_DIMS) or unsupported_grid(problem.rows, 64 * 4)
 
     def prepare(self, problem: Problem, arch: Arch) -> Launch:
         return Launch(problem, arch, heuristic(problem, arch))

@@ -15,7 +15,7 @@ from lightning_indexer import packages
 from lightning_indexer.amd import launcher_for, triton_amd
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.gate import unsupported_shape
+from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
 from lightning_indexer.backends.gluon_gfx950.config import WAVES, GluonConfig, heuristic, is_wide, neighbours
 from lightning_indexer.backends.triton_launch import device_guard, operands_like
 from lightning_indexer.problems.mqa_logits import Operands, Problem
@@ -40,7 +40,9 @@ class GluonGfx950:
             return "rows of q and k have to start on 16 bytes, which a lane copies at a time"
         if problem.keys > MAX_POSITION:
             return f"N={problem.keys} is beyond {MAX_POSITION}: the end of the last chunk has to be an int32"
-        return unsupported_shape(problem, HEADS, HEAD_DIMS)
+        if (reason := unsupported_shape(problem, HEADS, HEAD_DIMS)) is not None:
+            return reason
+        return unsupported_grid(Launch(problem, arch, heuristic(problem, arch)).grid[0], 64 * WAVES)
 
     def prepare(self, problem: Problem, arch: Arch) -> Launch:
         return Launch(problem, arch, heuristic(problem, arch))

@@ -14,7 +14,7 @@ from lightning_indexer.amd import clang as amdgpu_clang
 from lightning_indexer.amd import launcher_for
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.gate import unsupported_shape
+from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
 from lightning_indexer.backends.hip_gfx950.config import (
     TILE,
     KernelConfig,
@@ -69,7 +69,7 @@ class HipGfx950:
             return "rows of q and k must start on 16-byte boundaries for 16-byte loads"
         if problem.width > MAX_ROW_STRIDE:
             return f"N={problem.keys} is above {MAX_ROW_STRIDE}: a row of logits is more than 32-bit offsets reach"
-        return None
+        return unsupported_grid(-(-problem.rows // 2), 64 * 8)  # of the narrowest blocks of the most waves
 
     def prepare(self, problem: Problem, arch: Arch) -> Launch:
         return Launch(problem, heuristic(problem, arch, self.tunables))

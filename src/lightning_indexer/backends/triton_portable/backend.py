@@ -14,7 +14,7 @@ from lightning_indexer import envs
 from lightning_indexer.amd import launcher_for, simulates, triton_amd
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.gate import unsupported_shape
+from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
 from lightning_indexer.backends.triton_launch import device_guard, operands_like
 from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic, neighbours
 from lightning_indexer.problems.mqa_logits import Operands, Problem
@@ -35,7 +35,10 @@ class TritonPortable:
             return "Triton has no CPU target (TRITON_INTERPRET=1 runs its interpreter, for tests)"
         if not arch.listed:
             return f"{arch.name} is not a known arch; Triton needs NVIDIA sm80 or newer, or AMD gfx90a or newer"
-        return unsupported_shape(problem, HEADS, HEAD_DIMS)
+        if (reason := unsupported_shape(problem, HEADS, HEAD_DIMS)) is not None:
+            return reason
+        config = heuristic(problem, arch)
+        return unsupported_grid(problem.rows * -(-problem.width // config.chunk), 64 * config.num_warps, arch.vendor)
 
     def prepare(self, problem: Problem, arch: Arch) -> Launch:
         return Launch(problem, arch, heuristic(problem, arch))

@@ -29,10 +29,11 @@ class TileConfig:
 def heuristic(problem: Problem, arch: Arch) -> TileConfig:
     """NVIDIA: the best of 30 on an H200, docs/kernels/triton_portable.md. AMD: what public kernels of this form use."""
     if arch.vendor == "amd":
-        # gfx942: 64 KiB of LDS a CU, room for two programs. Elsewhere tiles of 128 keys spill where q is large: 102
-        # registers on gfx950 at H=D=128, up to 10 on gfx1201 from 64 x 128 on.
+        # gfx942: 64 KiB of LDS a CU, room for two programs. Elsewhere tiles of 128 keys spill where q is large (102
+        # registers on gfx950 at H=D=128, up to 10 on gfx1201 from 64 x 128 on), and where keys are loaded byte by byte
+        # (up to 35 on gfx950).
         size = problem.heads * problem.head_dim
-        small = arch.name == "gfx942" or size >= (64 if arch.name in ("gfx1200", "gfx1201") else 128) * 128
+        small = arch.name == "gfx942" or not problem.aligned or size >= (64 if arch.name in ("gfx1200", "gfx1201") else 128) * 128
         block, num_warps, num_stages, waves_per_eu = 64 if small else 128, 4, 2, 2
     else:
         block, num_warps, num_stages, waves_per_eu = 64, 4, 3, 0
