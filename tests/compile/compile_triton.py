@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.triton_portable.backend import TritonPortable, constants, options
+from lightning_indexer.backends.triton_launch import operands_like
+from lightning_indexer.backends.triton_portable.backend import Launch, TritonPortable, constants, options
 from lightning_indexer.backends.triton_portable.config import heuristic
 from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel
 
@@ -44,7 +45,14 @@ def compile_for_nvidia(arch: Arch, problem: Problem) -> dict:
 
 
 def compile_for_amd(arch: Arch, problem: Problem) -> dict:
-    built = TritonPortable().build(problem, arch)
+    if problem.aligned:
+        built = TritonPortable().build(problem, arch)
+    else:
+        launch = Launch(problem, arch, heuristic(problem, arch))
+        names = fp8_mqa_logits_kernel.arg_names
+        arguments = dict(zip(names, launch.arguments(*operands_like(problem, arch)), strict=False))
+        arguments["k_stride"] += 4  # as of rows of a packed cache, with the scale behind the channels
+        built = launch.build(tuple(arguments.values()))
     return {"name": built.kernel, "shared": built.resources.lds, "text": built.isa}
 
 

@@ -357,7 +357,7 @@ def test_a_runtime_that_is_not_found_is_an_error_of_the_first_launch(gpu, tmp_pa
         assert f"{tmp_path / 'libc10_hip.so'}: it is not there; {said}" in message
     maps.write_text(MAPS.format(first=tmp_path / "libamdhip64.so.7", second=tmp_path / "libamdhip64.so.7"))
     (tmp_path / "libamdhip64.so.7").write_text("not a library")
-    with pytest.raises(HipError, match="was not launched: the HIP runtime of PyTorch .* 1 are loaded"):
+    with pytest.raises(HipError, match=r"was not launched: the HIP runtime of PyTorch .* 1 are loaded"):
         launcher.launch(built(), (1, 1, 1), 64, (torch.zeros(2).as_subclass(OnGpu), 0))
 
 

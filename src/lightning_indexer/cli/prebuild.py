@@ -67,7 +67,9 @@ def prebuild(
             batches = [batch for batch in batches if batch.backend != name]
     folder = envs.cache_dir()
     if folder is None:
-        raise typer.BadParameter("this user has no home directory: name a folder", param_hint="LIGHTNING_INDEXER_CACHE_DIR")
+        raise typer.BadParameter(
+            "this user has no home directory: name a folder", param_hint="LIGHTNING_INDEXER_CACHE_DIR"
+        )
     common.writable_folder("LIGHTNING_INDEXER_CACHE_DIR", folder)
     kernels: dict[str, dict[str, None]] = {}
     errors = []

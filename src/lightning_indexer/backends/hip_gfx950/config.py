@@ -32,8 +32,8 @@ class Tunables:
         num_warps: waves of a workgroup: 1, 2, 4 or 8. In ``stream`` they split tiles, in ``lds`` rows.
         unroll2: two tiles in registers, one on its way while the other is used; ``stream`` alone.
         reverse_rows: row blocks start from the last one.
-        relu: ``max``, one ``v_max_f32`` a value, or ``clamp``, a packed clamped product; the latter only when asked for,
-            since no hardware has shown that packed float32 products obey ``clamp``.
+        relu: ``max``, one ``v_max_f32`` a value, or ``clamp``, a packed clamped product; the latter only where it
+            is asked for, since no hardware has shown that packed float32 products obey ``clamp``.
         reduce: ``fma``, the head sum in float32, or ``mfma``, a second matrix product of values rounded to bfloat16;
             never the heuristic's choice.
     """
@@ -136,8 +136,8 @@ def heuristic(problem: Problem, arch: Arch, fixed: Tunables | None = None) -> Ke
     num_warps = fixed.num_warps or 4
     if block_m * problem.heads > MAX_HEADS_OF_WAVE // 2 and num_warps > 4:
         raise ValueError(
-            f"num_warps: got {num_warps} with block_m {block_m} and H={problem.heads}, expected at most 4: eight waves of a "
-            f"workgroup have 256 registers each, which hold q and weights of {MAX_HEADS_OF_WAVE // 2} heads"
+            f"num_warps: got {num_warps} with block_m {block_m} and H={problem.heads}, expected at most 4: eight waves "
+            f"of a workgroup have 256 registers each, which hold q and weights of {MAX_HEADS_OF_WAVE // 2} heads"
         )
     unroll2 = strategy == "stream" if fixed.unroll2 is None else fixed.unroll2
     if unroll2 and strategy == "lds":

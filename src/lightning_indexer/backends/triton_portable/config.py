@@ -33,7 +33,8 @@ def heuristic(problem: Problem, arch: Arch) -> TileConfig:
         # registers on gfx950 at H=D=128, up to 10 on gfx1201 from 64 x 128 on), and where keys are loaded byte by byte
         # (up to 35 on gfx950).
         size = problem.heads * problem.head_dim
-        small = arch.name == "gfx942" or not problem.aligned or size >= (64 if arch.name in ("gfx1200", "gfx1201") else 128) * 128
+        large = (64 if arch.name in ("gfx1200", "gfx1201") else 128) * 128
+        small = arch.name == "gfx942" or not problem.aligned or size >= large
         block, num_warps, num_stages, waves_per_eu = 64 if small else 128, 4, 2, 2
     else:
         block, num_warps, num_stages, waves_per_eu = 64, 4, 3, 0
