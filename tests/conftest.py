@@ -14,14 +14,14 @@ if not torch.cuda.is_available():
 def _isolated(monkeypatch):
     """None of the library's variables from outside, and nothing that another test's selection left in the caches."""
     from lightning_indexer import arch, envs
-    from lightning_indexer.calls import mqa_logits as api
+    from lightning_indexer.calls import common
 
     for variable in envs.KNOWN:
         monkeypatch.delenv(variable, raising=False)
-    api.forget_plans()
+    common.forget_plans()
     arch._cuda_arch.cache_clear()
     yield
-    api.forget_plans()
+    common.forget_plans()
     arch._cuda_arch.cache_clear()
 
 

@@ -59,7 +59,7 @@ def expected_logits(
     width: int = 0,
 ) -> torch.Tensor:
     """The reference, [M, N]; or with a width, its compressed form [M, width] with ``-inf`` outside the windows."""
-    logits = reference_logits(q, k, kv_scale, weights, ks, ke)
+    logits = reference_logits(q, (k, kv_scale), weights, ks, ke)
     if not width:
         return logits
     positions = ks.long()[:, None] + torch.arange(width)

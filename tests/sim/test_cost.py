@@ -18,7 +18,7 @@ from lightning_indexer.cli import app as cli
 from lightning_indexer.cli import common as cli_common
 from lightning_indexer.model import rates
 from lightning_indexer.model.cost import Model
-from lightning_indexer.problems.mqa_logits import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 from lightning_indexer.selection import registry as dispatch
 
 GFX950 = Arch.parse("gfx950")
@@ -110,7 +110,7 @@ def test_what_cannot_be_predicted(cost):
 
 def test_a_partial_workgroup_is_not_taken_for_a_whole_one():
     """With rows in reverse the first workgroup is the last, partial one: fewer stores for as many products."""
-    problems = [Problem(1026, 4096, 32, 128), Problem(1024, 4096, 32, 128)]
+    problems = [MqaLogitsProblem(1026, 4096, 32, 128), MqaLogitsProblem(1024, 4096, 32, 128)]
     for problem in problems:
         model = Model(dispatch.get("hip-gfx950"), [problem], GFX950, rates.MI355X)
         [kernel] = model.kernels

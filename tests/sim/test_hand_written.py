@@ -88,7 +88,7 @@ void logits(float* out, const unsigned char* q, const unsigned char* k, const un
 @pytest.mark.parametrize("order", ["forward", "shuffled"])
 def test_logits(tmp_path, monkeypatch, order):
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path / "cache"))
-    source = tmp_path / "kernel.hip"
+    source = tmp_path / "mqa_logits.hip"
     source.write_text(SOURCE)
     built = compile_hip(source, "gfx950", {}, ("-fno-honor-nans",))
     random, keys = np.random.default_rng(5), 160

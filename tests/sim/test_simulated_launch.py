@@ -50,7 +50,7 @@ KERNEL kernel(char* out, const char* x, i64 out_offset, i64 x_offset) {
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path / "cache"))
-    source = Path(tmp_path, "kernel.hip")
+    source = Path(tmp_path, "mqa_logits.hip")
     source.write_text(SOURCE)
 
     def build(which: int, arch: str, block: int = 64) -> Built:

@@ -25,7 +25,8 @@ from lightning_indexer.check.cases import (
     window_applies,
 )
 from lightning_indexer.check.verify import MAX_DIFF, compress, compressed_width
-from lightning_indexer.problems.reference import calc_diff, reference_scores, window_mask
+from lightning_indexer.problems.accuracy import calc_diff
+from lightning_indexer.problems.mqa_logits import reference_scores, window_mask
 from lightning_indexer.selection import registry as dispatch
 
 # What a CPU does in a minute.

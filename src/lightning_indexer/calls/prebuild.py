@@ -6,14 +6,15 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lightning_indexer import artifacts
 from lightning_indexer.arch import Arch
 from lightning_indexer.check.cases import FORMS, Case, Form
-from lightning_indexer.problems.mqa_logits import Problem
-from lightning_indexer.selection import registry as dispatch
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.selection import registry
 
 # Sizes between which heuristics change their mind; kernels take M and N at run time.
 ROWS = (1, 2, 16, 128, 1024, 4096)
@@ -26,7 +27,7 @@ class Batch:
 
     backend: str
     arch: str
-    problems: tuple[Problem, ...]
+    problems: tuple[MqaLogitsProblem, ...]
 
     def __str__(self) -> str:
         return f"{self.backend} H={self.problems[0].heads} D={self.problems[0].head_dim}"
@@ -41,14 +42,14 @@ class Prebuilt:
     error: str = ""
 
 
-def backends(arch: Arch) -> list[dispatch.Precompiling]:
+def backends(arch: Arch) -> list[str]:
     """Those that can compile ahead for an arch, by what they say of a usual problem."""
-    usual = [Problem(4096, 32768, heads, 128) for heads in (32, 64)]
-    return [
-        backend
-        for backend in dispatch.backends()
-        if isinstance(backend, dispatch.Precompiling) and any(backend.supports(p, arch) is None for p in usual)
-    ]
+    usual = [MqaLogitsProblem(4096, 32768, heads, 128) for heads in (32, 64)]
+    return [name for name, kernel in _precompiled().items() if any(kernel.supports(p, arch) is None for p in usual)]
+
+
+def _precompiled() -> dict[str, Any]:
+    return {name: kernel for name, kernel in registry.kernels().items() if isinstance(kernel, registry.Precompiled)}
 
 
 def plan(
@@ -71,24 +72,24 @@ def plan(
     Raises:
         ValueError: a backend that does not compile ahead.
     """
-    chosen = [dispatch.get(name) for name in names] if names else backends(arch)
-    for backend in chosen:
-        if not isinstance(backend, dispatch.Precompiling):
-            known = [one.name for one in dispatch.backends() if isinstance(one, dispatch.Precompiling)]
+    known = _precompiled()
+    chosen = [registry.get(name).name for name in names] if names else backends(arch)
+    for name in chosen:
+        if name not in known:
             raise ValueError(
-                f"backend: got {backend.name!r}, which compiles at its first call, expected one of {', '.join(known)}"
+                f"backend: got {name!r}, which compiles at its first call, expected one of {', '.join(known)}"
             )
     batches = []
-    for backend in chosen:
+    for name in chosen:
         for h in heads:
             for d in head_dims:
                 problems = [
                     Case(m, n, h, d, "causal", form, dtype).problem(n if form == "compressed" else 0)
                     for form in forms for dtype in out_dtypes for m in ROWS for n in KEYS
                 ]  # fmt: skip
-                able = tuple(problem for problem in problems if backend.supports(problem, arch) is None)
+                able = tuple(problem for problem in problems if known[name].supports(problem, arch) is None)
                 if able:
-                    batches.append(Batch(backend.name, arch.name, able))
+                    batches.append(Batch(name, arch.name, able))
     return batches
 
 
@@ -104,14 +105,13 @@ def run(batches: Sequence[Batch], jobs: int) -> Iterator[Prebuilt]:
 
 def compile_batch(batch: Batch) -> Prebuilt:
     """Compiles one batch, in this process; a kernel that cannot be read back from the disk cache counts as failed."""
-    backend, arch = dispatch.get(batch.backend), Arch.parse(batch.arch)
-    assert isinstance(backend, dispatch.Precompiling)
+    kernel, arch = registry.kernel(batch.backend), Arch.parse(batch.arch)
     kernels: dict[str, None] = {}
     errors: dict[str, None] = {}
     for problem in batch.problems:
         try:
             with artifacts.required():
-                kernels[backend.precompile(problem, arch)] = None
+                kernels[kernel.precompile(problem, arch)] = None
         except Exception as error:  # compilers raise types of their own; the others are compiled all the same
             errors[str(error)] = None
     return Prebuilt(batch, tuple(kernels), "; ".join(errors))

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from lightning_indexer.fp8 import quantize_k, quantize_q
-from lightning_indexer.problems.mqa_logits import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
 
 Window = Literal["causal", "cp", "misaligned", "empty", "past_end", "multi_req"]
 WINDOWS: tuple[Window, ...] = ("causal", "cp", "misaligned", "empty", "past_end", "multi_req")
@@ -49,11 +49,20 @@ class Case:
     form: Form = "clean"
     out_dtype: torch.dtype = torch.float32
 
-    def problem(self, max_seqlen_k: int) -> Problem:
+    def problem(self, max_seqlen_k: int) -> MqaLogitsProblem:
         """The facts of the call; ``max_seqlen_k`` is its compressed width, 0 in the other forms."""
-        return Problem(
+        return MqaLogitsProblem(
             self.s_q, self.s_k, self.heads, self.head_dim,
             out_dtype=self.out_dtype, clean_logits=self.form == "clean", max_seqlen_k=max_seqlen_k,
+        )  # fmt: skip
+
+    def call(
+        self, inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor, max_seqlen_k: int, out: torch.Tensor
+    ) -> MqaLogitsCall:
+        """The call of this case into ``out``."""
+        return MqaLogitsCall(
+            inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke, self.form == "clean", max_seqlen_k,
+            self.out_dtype, out,
         )  # fmt: skip
 
     def __str__(self) -> str:

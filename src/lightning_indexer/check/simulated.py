@@ -13,18 +13,16 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from lightning_indexer import envs
 from lightning_indexer.amd import simulation
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.gluon_gfx950 import backend as gluon
 from lightning_indexer.backends.gluon_gfx950.config import many_rows
-from lightning_indexer.backends.hip_gfx950 import backend as hip_gfx950
 from lightning_indexer.backends.hip_gfx950.config import Tunables
-from lightning_indexer.backends.triton_portable import backend as triton
-from lightning_indexer.backends.triton_portable.config import heuristic
+from lightning_indexer.backends.hip_gfx950.config import heuristic as hip_heuristic
 from lightning_indexer.check import simulated_hip
 from lightning_indexer.check.cases import (
     FORMS,
@@ -40,7 +38,7 @@ from lightning_indexer.check.cases import (
 from lightning_indexer.check.guarded import GuardedOutput
 from lightning_indexer.check.verify import call, compressed_width, judge, oracles, with_signed_scales
 from lightning_indexer.fp8 import E4M3FNUZ_MAX, quantize_k
-from lightning_indexer.problems.mqa_logits import Operands
+from lightning_indexer.selection import registry
 from lightning_indexer.sim import Options, SimulationFault
 
 # Few rows; an odd number of keys, and one that makes whole tiles.
@@ -217,13 +215,13 @@ def _call(case: SimulatedCase, inputs: Inputs, ks: torch.Tensor, ke: torch.Tenso
         return call(facts, case.backend, inputs, ks, ke, width)
     arch, problem = Arch.parse(case.arch), facts.problem(width)
     output = GuardedOutput(facts.s_q, problem.width, facts.out_dtype, ks.device)
-    operands = Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+    kernel = registry.kernel(case.backend)
     if case.tunables is not None:
-        hip_gfx950.launch(problem, operands, output.view, arch, case.tunables)
-    elif case.backend == "gluon-gfx950":
-        gluon.Launch(problem, arch, replace(many_rows(problem, arch), chunk=case.chunk))(operands, output.view)
+        config: Any = hip_heuristic(problem, arch, case.tunables)
     else:
-        triton.Launch(problem, arch, replace(heuristic(problem, arch), chunk=case.chunk))(operands, output.view)
+        config = many_rows(problem, arch) if case.backend == "gluon-gfx950" else kernel.config(problem, arch)
+        config = replace(config, chunk=case.chunk)
+    kernel.launch(problem, arch, config)(facts.call(inputs, ks, ke, width, output.view))
     return output
 
 

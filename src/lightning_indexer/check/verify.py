@@ -29,7 +29,8 @@ from lightning_indexer.check.cases import (
     window_applies,
 )
 from lightning_indexer.check.guarded import GuardedOutput
-from lightning_indexer.problems.reference import calc_diff, reference_scores, window_mask
+from lightning_indexer.problems.accuracy import calc_diff
+from lightning_indexer.problems.mqa_logits import reference_scores, window_mask
 from lightning_indexer.selection import registry as dispatch
 
 # Against float32 on the dequantised inputs; DeepGEMM's own tests use the same two.

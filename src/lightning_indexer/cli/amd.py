@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -22,7 +22,7 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.check.cases import FORMS, PERFORMANCE_SHAPES, WINDOWS
 from lightning_indexer.cli import common
 from lightning_indexer.cli.common import err, out
-from lightning_indexer.problems.mqa_logits import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 from lightning_indexer.selection import registry as dispatch
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def verify(
     from lightning_indexer.check import simulated
 
     arch = _amd_arch(arch_name)
-    backends = [backend.name for backend in _amd_backends(names, arch)]
+    backends = list(_amd_kernels(names, arch))
     for reason in (sim.missing(), *(dispatch.get(name).missing() for name in backends)):
         if reason is not None:
             raise typer.BadParameter(reason, param_hint="--arch")
@@ -94,13 +94,13 @@ def resources(
         table.add_column(column, justify="right")
     table.add_column("compiler")
     refused: dict[str, None] = {}
-    for one in _amd_backends(backend, target):
+    for name, one in _amd_kernels(backend, target).items():
         for h in common.ints("--heads", heads):
             for d in common.ints("--head-dim", head_dim):
                 for form in FORMS:
                     problem = common.problem(f"4096,32768,{h},{d}", form)
                     if (reason := one.supports(problem, target)) is not None:
-                        refused[f"{one.name}: {reason}"] = None
+                        refused[f"{name}: {reason}"] = None
                         continue
                     with _compile_errors():
                         built = one.build(problem, target)
@@ -132,9 +132,9 @@ def disasm(
     """
     target = _amd_arch(arch)
     problem = common.problem(shape, form)
-    [one] = _amd_backends([backend], target)
+    [(name, one)] = _amd_kernels([backend], target).items()
     if (reason := one.supports(problem, target)) is not None:
-        raise typer.BadParameter(f"{one.name}: {reason}")
+        raise typer.BadParameter(f"{name}: {reason}")
     with _compile_errors():
         built = one.build(problem, target)
     if not addresses:
@@ -169,7 +169,7 @@ def cost(
     if (reason := sim.missing()) is not None:
         raise typer.BadParameter(reason, param_hint="--arch")
     envs.stop_triton_interpreter()
-    backends = _amd_backends(backend, target)
+    kernels = _amd_kernels(backend, target)
     tables = _cost_tables(heads, shapes)
     refused: dict[str, None] = {}
     parts: dict[str, list[str]] = {}
@@ -180,23 +180,23 @@ def cost(
             (rows, keys, window): common.sized(rows, keys, published.heads, 128, published.form)
             for rows, keys, window in published.times
         }
-        for one in backends:
-            advance(f"{one.name} H={published.heads}")
+        for name, one in kernels.items():
+            advance(f"{name} H={published.heads}")
             reasons = {launch: one.supports(problem, target) for launch, problem in problems.items()}
             able = {launch: problems[launch] for launch, reason in reasons.items() if reason is None}
             if not able:
-                refused.update(dict.fromkeys(f"{one.name}: {reason}" for reason in reasons.values()))
+                refused.update(dict.fromkeys(f"{name}: {reason}" for reason in reasons.values()))
                 continue
             with _compile_errors():
                 predictions = model.Model(one, list(dict.fromkeys(able.values())), target, published.rates)
             for launch, problem in able.items():
-                found[launch][one.name] = predictions.predict(problem, launch[2])
+                found[launch][name] = predictions.predict(problem, launch[2])
             for kernel in predictions.kernels:
                 parts[kernel.built.kernel] = _parts(kernel, next(iter(able.values())))
         return _times(published, found)
 
     with common.progress() as progress:
-        task = progress.add_task("cost", total=len(tables) * len(backends))
+        task = progress.add_task("cost", total=len(tables) * len(kernels))
         shown = [one_table(table, lambda what: progress.update(task, advance=1, description=what)) for table in tables]
     if not any(table.row_count for table in shown):
         raise typer.BadParameter("; ".join(refused))
@@ -268,7 +268,7 @@ def _times(published: Published, found: dict[tuple[int, int, str], dict[str, Pre
     return table
 
 
-def _parts(kernel: Kernel, problem: Problem) -> list[str]:
+def _parts(kernel: Kernel, problem: MqaLogitsProblem) -> list[str]:
     """What was counted, for the second table of ``cost``."""
     from lightning_indexer.model.cost import bytes_of
 
@@ -284,23 +284,17 @@ def _amd_arch(name: str) -> Arch:
     return Arch.parse(common.one_of("--arch", name, ARCHS))
 
 
-def _amd_backends(names: Sequence[str] | None, arch: Arch) -> list[dispatch.AmdBackend]:
-    """The backends of these names that have AMD kernels; without names, all that run the usual shape on ``arch``."""
+def _amd_kernels(names: Sequence[str] | None, arch: Arch) -> dict[str, Any]:
+    """AMD kernels by the backends of these names; without names, of all that run the usual shape on ``arch``."""
     usual = common.problem("4096,32768,64,128", "clean")
+    known: dict[str, Any] = {n: one for n, one in dispatch.kernels().items() if isinstance(one, dispatch.Compiled)}
     with common.bad_parameter("--backend"):
         if not names:
-            return [b for b in _with_kernels() if b.supports(usual, arch) is None]
-        found = []
-        for name in dict.fromkeys(names):
-            backend = dispatch.get(name)
-            if not isinstance(backend, dispatch.AmdBackend):
-                raise ValueError(f"{name} has no AMD kernels; these have: {', '.join(b.name for b in _with_kernels())}")
-            found.append(backend)
-        return found
-
-
-def _with_kernels() -> list[dispatch.AmdBackend]:
-    return [backend for backend in dispatch.backends() if isinstance(backend, dispatch.AmdBackend)]
+            return {name: one for name, one in known.items() if one.supports(usual, arch) is None}
+        for name in names:
+            if dispatch.get(name).name not in known:
+                raise ValueError(f"{name} has no AMD kernels; these have: {', '.join(known)}")
+        return {name: known[name] for name in dict.fromkeys(names)}
 
 
 def _supported(cases: Sequence[SimulatedCase], arch: Arch) -> tuple[list[SimulatedCase], Counter[str]]:
@@ -308,7 +302,7 @@ def _supported(cases: Sequence[SimulatedCase], arch: Arch) -> tuple[list[Simulat
     admitted, refused = [], Counter[str]()
     for case in cases:
         problem = case.case.problem(case.case.s_k if case.case.form == "compressed" else 0)
-        reason = dispatch.get(case.backend).supports(problem, arch)
+        reason = dispatch.kernel(case.backend).supports(problem, arch)
         if reason is None:
             admitted.append(case)
         else:

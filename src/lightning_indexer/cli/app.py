@@ -21,7 +21,7 @@ from lightning_indexer.cli import common
 from lightning_indexer.cli import engines as cli_engines
 from lightning_indexer.cli import prebuild as cli_prebuild
 from lightning_indexer.cli.common import err, out
-from lightning_indexer.problems.mqa_logits import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 from lightning_indexer.selection import registry as dispatch
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ def _print_outcomes(outcomes: Sequence[Outcome], backends: Sequence[str], device
     return good
 
 
-def _print_support(problem: Problem) -> None:
+def _print_support(problem: MqaLogitsProblem) -> None:
     table = Table("arch", *(backend.name for backend in dispatch.backends()), title=str(problem), title_justify="left")
     support = dispatch.support_table(problem)
     for arch in Arch.known():

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_indexer.arch import arch_of
 from lightning_indexer.check.cases import FORMS
-from lightning_indexer.problems.mqa_logits import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 from lightning_indexer.selection import registry as dispatch
 
 Name = TypeVar("Name", bound=str)
@@ -64,14 +64,14 @@ def device(name: str | None) -> torch.device:
 
 def backends(names: list[str] | None, where: torch.device) -> list[str]:
     """The backends that ``--backend`` names; by default all that can run there."""
-    usual = Problem(rows=4096, keys=32768, heads=64, head_dim=128)
+    usual = MqaLogitsProblem(rows=4096, keys=32768, heads=64, head_dim=128)
     with bad_parameter("--backend"):
         if not names:
             return [verdict.backend for verdict in dispatch.explain(usual, arch_of(where)) if verdict.reason is None]
         return [dispatch.get(name).name for name in dict.fromkeys(names)]
 
 
-def problem(shape: str, form: str) -> Problem:
+def problem(shape: str, form: str) -> MqaLogitsProblem:
     """The problem of ``--shape M,N,H,D`` and ``--form``."""
     one_of("--form", form, FORMS)
     numbers = ints("--shape", shape)
@@ -81,10 +81,10 @@ def problem(shape: str, form: str) -> Problem:
     return sized(rows, keys, heads, head_dim, form)
 
 
-def sized(rows: int, keys: int, heads: int, head_dim: int, form: str) -> Problem:
+def sized(rows: int, keys: int, heads: int, head_dim: int, form: str) -> MqaLogitsProblem:
     """The problem of these sizes; compressed logits as wide as there are keys."""
     width = keys if form == "compressed" else 0
-    return Problem(rows, keys, heads, head_dim, clean_logits=form == "clean", max_seqlen_k=width)
+    return MqaLogitsProblem(rows, keys, heads, head_dim, clean_logits=form == "clean", max_seqlen_k=width)
 
 
 def writable_file(option: str, path: Path) -> None:

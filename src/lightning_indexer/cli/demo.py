@@ -16,7 +16,7 @@ from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.check.cases import flop, positions_in_windows
 from lightning_indexer.chunking import Chunk, Request, plan_chunks
 from lightning_indexer.fp8 import quantize_k, quantize_q
-from lightning_indexer.problems.mqa_logits import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 from lightning_indexer.selection import registry as dispatch
 
 HEADS, HEAD_DIM, TOPK = 64, 128, 256
@@ -56,7 +56,7 @@ def run_demo(device: torch.device, picture: Path, seed: int, console: Console) -
         rows = slice(chunk.token_start, chunk.token_stop)
         logits, seconds = _timed(q_fp8[rows], k_fp8, kv_scale, batch.weights[rows], ks, ke)
         _collect(logits, chunk, selected)
-        problem = Problem(chunk.rows, chunk.keys, HEADS, HEAD_DIM)
+        problem = MqaLogitsProblem(chunk.rows, chunk.keys, HEADS, HEAD_DIM)
         positions = positions_in_windows(ks, ke, chunk.keys)
         table.add_row(
             str(index), str(chunk.rows), str(chunk.keys), ", ".join(str(s.request) for s in chunk.slices),

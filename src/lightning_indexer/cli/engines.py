@@ -16,7 +16,7 @@ from lightning_indexer.cli.common import err
 from lightning_indexer.e2e import report, traces
 from lightning_indexer.e2e import run as runner
 from lightning_indexer.e2e.dims import MODELS
-from lightning_indexer.problems.mqa_logits import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 from lightning_indexer.selection import registry as dispatch
 
 GPU_CONTEXTS, CPU_CONTEXTS = "32768,65536,131072", "1024,2048"
@@ -134,7 +134,7 @@ def trace_diff(
         json_path.write_text(json.dumps(report.trace_records(found), indent=1) + "\n")
 
 
-def _ran(option: str, name: str | None, arch: Arch, calls: list[Problem]) -> dict[str, int]:
+def _ran(option: str, name: str | None, arch: Arch, calls: list[MqaLogitsProblem]) -> dict[str, int]:
     """What one side comes to, checked: it must run every one of the calls here."""
     with common.bad_parameter(option):
         if name is not None:

@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,8 +27,7 @@ from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
 from lightning_indexer.check.cases import REQUESTS, WINDOWS, make_windows, positions_in_windows
 from lightning_indexer.model.rates import Rates, is_fp8, is_packed_f32, matrix_flop_and_cycles
-from lightning_indexer.problems.mqa_logits import Operands, Problem, row_stride
-from lightning_indexer.selection.registry import AmdBackend
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem, row_stride
 from lightning_indexer.sim import Options, Report
 
 # What instructions and bytes are counted under; kinds are the simulator's.
@@ -55,7 +55,7 @@ class Kernel:
     flop: Amounts
     filled: Amounts
 
-    def of_tile(self, problem: Problem, keys: int = 32) -> Amounts:
+    def of_tile(self, problem: MqaLogitsProblem, keys: int = 32) -> Amounts:
         """Amounts of one row and ``keys`` keys."""
         flop = 2.0 * problem.heads * problem.head_dim * keys
         return {name: amount * flop for name, amount in self.flop.items()}
@@ -99,12 +99,12 @@ class Prediction:
 class Model:
     """Predicts the launches of one backend over some problems on one device. Each kernel is simulated once."""
 
-    def __init__(self, backend: AmdBackend, problems: Sequence[Problem], arch: Arch, rates: Rates) -> None:
+    def __init__(self, backend: Any, problems: Sequence[MqaLogitsProblem], arch: Arch, rates: Rates) -> None:
         self.arch, self.rates = arch, rates
         launches = {problem: _Launch(backend, problem, arch) for problem in problems}
         self._groups = {problem: math.prod(launch.grid) for problem, launch in launches.items()}
-        self._kernels: dict[Problem, Kernel] = {}
-        by_code: dict[bytes, list[Problem]] = {}
+        self._kernels: dict[MqaLogitsProblem, Kernel] = {}
+        by_code: dict[bytes, list[MqaLogitsProblem]] = {}
         built = {problem: backend.build(problem, arch) for problem in problems}
         for problem in problems:
             by_code.setdefault(built[problem].code_object.elf, []).append(problem)
@@ -119,7 +119,7 @@ class Model:
         """Each kernel once, in the order of the problems."""
         return list({id(kernel): kernel for kernel in self._kernels.values()}.values())
 
-    def predict(self, problem: Problem, window: str) -> Prediction:
+    def predict(self, problem: MqaLogitsProblem, window: str) -> Prediction:
         """What one launch of ``problem``, one of the model's, over a window of :func:`windows_of` takes."""
         kernel, rates, groups = self._kernels[problem], self.rates, self._groups[problem]
         ks, ke = windows_of(window, problem.rows, problem.keys)
@@ -154,8 +154,9 @@ class Model:
 class _Launch:
     """The launch of a problem, of which some workgroups are simulated."""
 
-    def __init__(self, backend: AmdBackend, problem: Problem, arch: Arch) -> None:
-        self.arch, self.run, self.problem = arch, backend.prepare(problem, arch), problem
+    def __init__(self, backend: Any, problem: MqaLogitsProblem, arch: Arch) -> None:
+        self.arch, self.problem = arch, problem
+        self.run = backend.launch(problem, arch, backend.config(problem, arch))
         dtype = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
         rows, keys, heads, dim = problem.rows, problem.keys, problem.heads, problem.head_dim
         # Values play no part in what is executed.
@@ -170,7 +171,7 @@ class _Launch:
         ks = torch.zeros(self.problem.rows, dtype=torch.int32)
         options = Options(deferred=False, strict=False, workgroups=frozenset(workgroups))
         with simulation(self.arch.name, options) as launcher:
-            self.run(Operands(*self.tensors, ks, ks + length), self.out[:, : self.problem.width])
+            self.run(MqaLogitsCall(*self.tensors, ks, ks + length, out=self.out[:, : self.problem.width]))
         [report] = launcher.reports
         return report
 

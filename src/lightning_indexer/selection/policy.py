@@ -1,26 +1,38 @@
-"""The dispatch policy: which backends a call tries, in which order, and why. One pure function, no device, no import.
+"""The order in which backends are tried, and why: one pure function an operation, no device, no import of a kernel.
 
-It decides by preference alone. Whether a backend can run the problem is its gate's answer, and whether it is in the
-registry and installed is for ``dispatch`` to find out: a name that is not there is skipped.
+It decides by preference alone. Whether a backend can run the problem is its gate's answer, and whether it is installed
+is for the registry to find out. A threshold stands beside the kernel it belongs to; here it is read.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.hip_gfx950.config import STREAM_RATIO
-from lightning_indexer.problems.mqa_logits import Problem
-
-# hip-gfx950 streams K once past a block of query rows held in registers: it pays where K is long beside the rows.
-HIP_HEADS, HIP_HEAD_DIM, HIP_KEYS_PER_ROW = 32, 128, STREAM_RATIO
-# The H=64 path of gluon-gfx950 keeps three K tiles in flight for four rows at a time: it pays where rows are many.
-GLUON_HEADS, GLUON_HEAD_DIM, GLUON_ROWS = 64, 128, 4096
 
 KERNELS_OFF = "kernels are switched off"
+FALLBACK = "torch-blocked"
+PORTABLE = "triton-portable"
 
-# (backend, arch) that this project has timed on hardware: an H200, and CPUs.
+# (backend, arch) that this project has run and timed on hardware: an H200, and CPUs.
 MEASURED = frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")})
+
+# By operation and arch, what is tried before triton-portable and torch-blocked, which follow on every GPU.
+ORDER: dict[str, dict[str, tuple[str, ...]]] = {
+    "fp8_mqa_logits": {
+        "sm90": ("cuda-sm90",),
+        "gfx942": ("flydsl",),
+        "gfx950": ("hip-gfx950", "gluon-gfx950", "flydsl"),
+    },
+}
+
+WHY = {
+    "cuda-sm90": "written for Hopper",
+    "flydsl": "written for CDNA",
+    "triton-portable": "runs on every listed GPU",
+    "torch-blocked": "runs any shape on any device",
+}
 
 
 class Step(NamedTuple):
@@ -37,48 +49,57 @@ class Step(NamedTuple):
     passed_over: str | None = None
 
 
-def chain(problem: Problem, arch: Arch, *, kernels: bool = True) -> tuple[Step, ...]:
-    """The backends for ``problem`` on ``arch``, the first one first. The last one, torch-blocked, runs everything.
+def chain(problem: Any, arch: Arch, *, kernels: bool = True) -> tuple[Step, ...]:
+    """What a call tries, first to last. The last one, torch-blocked, runs everything.
 
     Args:
-        problem: the facts of the call.
-        arch: e.g. ``Arch.parse("gfx950")``; no such device is needed.
+        problem: the facts of the call; its ``operation`` says which line of ``ORDER`` holds.
+        arch: e.g. ``Arch.parse("gfx942")``; no such device is needed.
         kernels: False passes over every backend but torch-blocked.
     """
-    steps = (*_kernels(problem, arch), Step("torch-blocked", "runs any shape on any device"))
     if arch.vendor == "cpu":
-        steps = (Step("torch-blocked", "the one for CPUs"), Step("triton-portable", "its interpreter, for tests"))
+        steps: tuple[Step, ...] = (Step(FALLBACK, "the one for CPUs"), Step(PORTABLE, "its interpreter, for tests"))
+    elif arch.vendor in ("nvidia", "amd"):
+        names = (*ORDER.get(problem.operation, {}).get(arch.name, ()), PORTABLE, FALLBACK)
+        steps = tuple(_step(name, problem) for name in names)
+    else:
+        steps = (Step(FALLBACK, WHY[FALLBACK]),)
     if kernels:
         return steps
-    return tuple(s if s.backend == "torch-blocked" else s._replace(passed_over=KERNELS_OFF) for s in steps)
+    return tuple(s if s.backend == FALLBACK else s._replace(passed_over=KERNELS_OFF) for s in steps)
 
 
-def _kernels(problem: Problem, arch: Arch) -> tuple[Step, ...]:
-    triton = Step("triton-portable", "runs on every listed GPU")
-    if arch.vendor not in ("nvidia", "amd"):
-        return ()
-    if arch.name == "sm90":
-        return (Step("cuda-sm90", "written for Hopper"), triton)
-    if arch.name == "gfx942":
-        return (Step("flydsl", "written for CDNA"), triton)
-    if arch.name == "gfx950":
-        return (_hip_gfx950(problem), _gluon_gfx950(problem), Step("flydsl", "written for CDNA"), triton)
-    return (triton,)
+def _step(name: str, problem: Any) -> Step:
+    if (rule := _RULES.get((problem.operation, name))) is not None:
+        why, taken = rule(problem)
+        return Step(name, why, None if taken else f"{why}; this is {_shape(problem)}")
+    return Step(name, WHY.get(name, ""))
 
 
-def _hip_gfx950(problem: Problem) -> Step:
-    rule = f"preferred where H={HIP_HEADS}, D={HIP_HEAD_DIM} and N >= {HIP_KEYS_PER_ROW} * M"
-    taken = (problem.heads, problem.head_dim) == (HIP_HEADS, HIP_HEAD_DIM) and (
-        problem.keys >= HIP_KEYS_PER_ROW * problem.rows
+def _hip_gfx950(problem: Any) -> tuple[str, bool]:
+    from lightning_indexer.backends.hip_gfx950.config import PREFERRED_HEAD_DIM, PREFERRED_HEADS, STREAM_RATIO
+
+    why = f"preferred where H={PREFERRED_HEADS}, D={PREFERRED_HEAD_DIM} and N >= {STREAM_RATIO} * M"
+    return why, (problem.heads, problem.head_dim) == (PREFERRED_HEADS, PREFERRED_HEAD_DIM) and (
+        problem.keys >= STREAM_RATIO * problem.rows
     )
-    return Step("hip-gfx950", rule, None if taken else f"{rule}; this is {_shape(problem)}")
 
 
-def _gluon_gfx950(problem: Problem) -> Step:
-    rule = f"preferred where H={GLUON_HEADS}, D={GLUON_HEAD_DIM} and M >= {GLUON_ROWS}"
-    taken = (problem.heads, problem.head_dim) == (GLUON_HEADS, GLUON_HEAD_DIM) and problem.rows >= GLUON_ROWS
-    return Step("gluon-gfx950", rule, None if taken else f"{rule}; this is {_shape(problem)}")
+def _gluon_gfx950(problem: Any) -> tuple[str, bool]:
+    from lightning_indexer.backends.gluon_gfx950.config import MANY_ROWS, PREFERRED_HEAD_DIM, PREFERRED_HEADS
+
+    why = f"preferred where H={PREFERRED_HEADS}, D={PREFERRED_HEAD_DIM} and M >= {MANY_ROWS}"
+    return why, (problem.heads, problem.head_dim) == (PREFERRED_HEADS, PREFERRED_HEAD_DIM) and (
+        problem.rows >= MANY_ROWS
+    )
 
 
-def _shape(problem: Problem) -> str:
+# Backends that are preferred at some shapes only: their rule in words, and whether it holds.
+_RULES: dict[tuple[str, str], Callable[[Any], tuple[str, bool]]] = {
+    ("fp8_mqa_logits", "hip-gfx950"): _hip_gfx950,
+    ("fp8_mqa_logits", "gluon-gfx950"): _gluon_gfx950,
+}
+
+
+def _shape(problem: Any) -> str:
     return f"M={problem.rows} N={problem.keys} H={problem.heads} D={problem.head_dim}"

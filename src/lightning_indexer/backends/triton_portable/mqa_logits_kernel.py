@@ -21,7 +21,7 @@ import triton.language as tl
 
 def _name(specialization) -> str:
     c = specialization.constants
-    form = "compressed" if c["COMPRESSED"] else "clean" if c["CLEAN"] else "nocl"
+    form = "compressed" if c["COMPRESSED"] else "clean" if c["CLEAN"] else "noclean"
     return f"fp8_mqa_logits_H{c['HEADS']}_D{c['HEAD_DIM']}_bkv{c['BLOCK']}_{form}_triton"
 
 

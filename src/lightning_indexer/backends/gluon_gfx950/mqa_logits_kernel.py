@@ -31,7 +31,7 @@ _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret")
 
 def _name(specialization) -> str:
     c = specialization.constants
-    form = "compressed" if c["COMPRESSED"] else "clean" if c["CLEAN"] else "nocl"
+    form = "compressed" if c["COMPRESSED"] else "clean" if c["CLEAN"] else "noclean"
     return (
         f"fp8_mqa_logits_H{c['HEADS']}_D{c['HEAD_DIM']}_r{c['ROWS']}_w{c['ROW_WARPS']}x{c['KEY_WARPS']}"
         f"_bkv{c['BLOCK']}_lds{c['BUFFERS']}_{form}{'_wide' if c['WIDE'] else ''}_gluon"
