@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,17 @@ ARCHS = {
 }
 
 
-def compile_for(arch: str, cache: Path) -> list[dict]:
+# Rows of k that start anywhere: loads of bytes.
+UNALIGNED = [
+    [4096, 32768, heads, head_dim, {"aligned": False, **facts}]
+    for heads, head_dim in ((64, 128), (32, 128), (128, 64))
+    for facts in ({}, {"clean_logits": False}, {"clean_logits": False, "max_seqlen_k": 32768})
+]
+
+
+def compile_for(arch: str, cache: Path, problems: Sequence = tuple(PROBLEMS.values())) -> list[dict]:
     text = python(
-        str(SCRIPT), arch, json.dumps(list(PROBLEMS.values())),
+        str(SCRIPT), arch, json.dumps(problems),
         TRITON_CACHE_DIR=str(cache), LIGHTNING_INDEXER_CACHE_DIR=str(cache / "lightning-indexer"),
     )  # fmt: skip
     return [json.loads(line) for line in text.splitlines()]
@@ -76,3 +85,12 @@ def test_compiles(arch, tmp_path):
             assert re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", kernel["text"]) == ["0", "0"]
     if arch.startswith("sm"):
         assert spilled_bytes(tmp_path) == [("0", "0")] * len(PROBLEMS)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_unaligned_rows_do_not_spill(arch, tmp_path):
+    kernels = compile_for(arch, tmp_path, UNALIGNED)
+    assert len(kernels) == len(UNALIGNED)
+    for kernel in kernels:
+        assert re.findall(r"^; ScratchSize: (\d+)$", kernel["text"], re.MULTILINE) == ["0"], kernel["name"]
+        assert re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", kernel["text"]) == ["0", "0"], kernel["name"]
