@@ -143,11 +143,16 @@ def test_a_cache_that_cannot_be_written_is_an_error(monkeypatch, tmp_path):
     assert "cannot write into" in result.output
 
 
-class Storing(Faulty):
+class StoringKernel(FaultyKernel):
     """Stores one kernel in the disk cache."""
 
     def precompile(self, problem, arch):
         return artifacts.get_or_build(("key",), ".cubin", lambda: b"kernel").decode()
+
+
+class Storing(Faulty):
+    def __init__(self):
+        self.kernels = {"fp8_mqa_logits": StoringKernel()}
 
 
 @pytest.mark.parametrize("how", ["full disk", "half written", "trusted by nobody"])

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_indexer.arch import Arch
+
 LANES = 64
 KEYS_OF_WAVE = 64  # keys of a tile that one wave scores: one a lane, once heads are summed
 CHUNK = 16  # bytes that a lane reads or copies at a time
@@ -18,7 +20,7 @@ class Layout:
     """All that a kernel's code depends on.
 
     Attributes:
-        arch, heads, head_dim: gfx942 or gfx950; H; D.
+        arch, heads, head_dim: the arch's name; H; D.
         rows, waves, stages: as in ``FlyConfig``.
         clean, compressed, bf16: the form and the type of the result.
         swizzle: chunks of keys rotate in LDS, so that reads meet no bank conflict. Off only to show what it is for.
@@ -36,9 +38,14 @@ class Layout:
     swizzle: bool = True
 
     @property
+    def cdna4(self) -> bool:
+        """Matrix instructions 64 deep, copies of memory into LDS, swaps of half waves."""
+        return "32x32x64" in Arch.parse(self.arch).matrix
+
+    @property
     def name(self) -> str:
         """Of the kernel, as traces show it."""
-        mfma = "mfma32x32x64" if self.arch == "gfx950" else "mfma16x16x32"
+        mfma = "mfma32x32x64" if self.cdna4 else "mfma16x16x32"
         lds = f"lds{self.stages}" + ("_swizzled" if self.swizzle else "")
         form = "compressed" if self.compressed else "clean" if self.clean else "noclean"
         shape = f"H{self.heads}_D{self.head_dim}_{mfma}_bkv{self.tile}_r{self.rows}_w{self.waves}"
@@ -73,7 +80,7 @@ class Layout:
     @property
     def side(self) -> int:
         """Heads, and keys, of one MFMA."""
-        return 32 if self.arch == "gfx950" else 16
+        return 32 if self.cdna4 else 16
 
     @property
     def lane_groups(self) -> int:
@@ -108,8 +115,8 @@ class Layout:
 
     @property
     def direct(self) -> bool:
-        """Tiles go from memory into LDS, 16 bytes a lane. gfx942 would copy 4, so there they pass through registers."""
-        return self.arch == "gfx950"
+        """Tiles go from memory into LDS, 16 bytes a lane. CDNA3 would copy 4, so there they pass through registers."""
+        return self.cdna4
 
     @property
     def copies(self) -> int:
@@ -132,10 +139,10 @@ class Layout:
         """Which chunk of its row of LDS holds a key's chunk; its own inverse.
 
         Lanes that are served together read the same chunk of keys that begin at the same bank, so chunks rotate by XOR
-        with the number of the line of banks. gfx950 serves 16 lanes of 16 bytes at a time from 64 banks, gfx942 8
+        with the number of the line of banks. CDNA4 serves 16 lanes of 16 bytes at a time from 64 banks, CDNA3 8
         lanes from 32.
         """
         if not self.swizzle:
             return chunk
-        line = 256 if self.arch == "gfx950" else 128
+        line = 256 if self.cdna4 else 128
         return chunk ^ (key // (line // self.head_dim) % self.chunks)

@@ -1,4 +1,4 @@
-"""The FlyDSL kernels for gfx942 and gfx950.
+"""The FlyDSL kernels for CDNA3 and CDNA4.
 
     logits[m, n] = kv_scale[n] * sum_h w[m, h] * relu(q[m, h, :] . k[n, :])   inside row m's window, -inf elsewhere
 
@@ -8,7 +8,7 @@ there. Heads lie on the M side of the products and keys on the N side: a lane ho
 ReLU and weights are plain multiply-adds, and the lane groups that hold the other heads are summed at the end, half of
 the values moving each time, until each lane has the whole logit of one key. kv_scale multiplies that.
 
-LDS is a ring of tiles with one barrier a tile. gfx950 copies memory into LDS, two tiles ahead; gfx942 brings the next
+LDS is a ring of tiles with one barrier a tile. CDNA4 copies memory into LDS, two tiles ahead; CDNA3 brings the next
 tile into registers while it computes, and writes them behind the barrier. Chunks of 16 bytes are swizzled (layout.py).
 
 What a block may write of a row is a buffer of that row: the hardware drops lanes outside of it, so stores have no
@@ -61,7 +61,7 @@ BUFFER_FLAGS = 7 << 12 | 4 << 15  # raw buffer of 32-bit data, as LLVM's users s
 def _multiply(layout, a, b):
     """Scores [side heads, side keys] of fragments a and b, 16 bytes each: ``results`` floats a lane."""
     acc = zeros(layout.results)
-    if layout.arch == "gfx950":
+    if layout.cdna4:
         for i in range(0, len(a), 2):
             x, y = (shuffle(v[i], v[i + 1], list(range(8))) for v in (a, b))
             zero = constant(0)  # no scales: LLVM drops the scaled form
@@ -92,7 +92,7 @@ def _exchange(second, a, b, move):
 
 def _head_sum(layout, lane, partial):
     """The partial sums of the lane groups -> in each lane the sum of key ``lane``; half of them move each time."""
-    if layout.arch == "gfx950":
+    if layout.cdna4:
         both = ops.permlane32_swap(ty("!llvm.struct<(i32, i32)>"), *map(bits, partial), False, False)
         return llvm.fadd(*(floats(llvm.extractvalue(ty("i32"), both, [i])) for i in range(2)))
     upper, odd = as_ir_value(lane >= 32), as_ir_value((lane & 16) != 0)
