@@ -31,6 +31,8 @@ class Arch:
         fp8: the e4m3 dialect its matrix unit reads; ``none`` where fp8 has to be widened to fp16 first.
         units: multiprocessors (NVIDIA) or compute units (AMD) of the usual part; of a real device, its own count.
         products: what it is sold as.
+        lds: bytes of LDS that one workgroup may have, where kernels here ask (AMD); else 0.
+        simulated: ``cdna_sim`` runs its kernels.
         listed: False for a device that is not in the table; only ``torch-blocked`` runs there.
     """
 
@@ -40,6 +42,8 @@ class Arch:
     units: int
     products: str
     listed: bool = True
+    lds: int = 0
+    simulated: bool = False
 
     @staticmethod
     def parse(name: str) -> Arch:
@@ -72,9 +76,9 @@ _TABLE: dict[str, Arch] = {
         Arch("sm103", "nvidia", "fn", 148, "B300, GB300"),
         Arch("sm120", "nvidia", "fn", 188, "RTX PRO 6000 Blackwell, RTX 50"),
         Arch("sm121", "nvidia", "fn", 48, "GB10 (DGX Spark)"),
-        Arch("gfx90a", "amd", "none", 104, "MI210, MI250X"),
-        Arch("gfx942", "amd", "fnuz", 304, "MI300X, MI325X"),
-        Arch("gfx950", "amd", "fn", 256, "MI350X, MI355X"),
+        Arch("gfx90a", "amd", "none", 104, "MI210, MI250X", lds=64 * 1024),
+        Arch("gfx942", "amd", "fnuz", 304, "MI300X, MI325X", lds=64 * 1024, simulated=True),
+        Arch("gfx950", "amd", "fn", 256, "MI350X, MI355X", lds=160 * 1024, simulated=True),
         Arch("gfx1200", "amd", "fn", 32, "RX 9060"),
         Arch("gfx1201", "amd", "fn", 64, "RX 9070, Radeon AI PRO R9700"),
         Arch("gfx1250", "amd", "fn", 256, "MI450 series"),

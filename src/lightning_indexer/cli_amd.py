@@ -16,12 +16,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_indexer import cli_common as common
-from lightning_indexer import dispatch, sim
+from lightning_indexer import dispatch
 from lightning_indexer.arch import Arch
 from lightning_indexer.bench.cases import FORMS, PERFORMANCE_SHAPES, WINDOWS
 from lightning_indexer.cli_common import err, out
 from lightning_indexer.launcher.simulator import ARCHS
 from lightning_indexer.problem import Problem
+from lightning_indexer.toolchain import cdna
 from lightning_indexer.toolchain.built import CompileError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def verify(
 
     arch = _amd_arch(arch_name)
     backends = [backend.name for backend in _amd_backends(names, arch)]
-    for reason in (sim.missing(), *(dispatch.get(name).missing() for name in backends)):
+    for reason in (cdna.simulator_missing(), *(dispatch.get(name).missing() for name in backends)):
         if reason is not None:
             raise typer.BadParameter(reason, param_hint="--arch")
     for name in windows or []:
@@ -139,9 +140,11 @@ def disasm(
     if not addresses:
         typer.echo(built.isa)
         return
-    if (reason := sim.missing()) is not None:
+    if (reason := cdna.simulator_missing()) is not None:
         raise typer.BadParameter(reason, param_hint="--addresses")
-    for pc, code, text in sim.listing(built.code_object, built.kernel):
+    from cdna_sim import listing
+
+    for pc, code, text in listing(built.code_object, built.kernel):
         typer.echo(f"{pc:#08x}  {code.hex():32}  {text}")
 
 
@@ -165,7 +168,7 @@ def cost(
     from lightning_indexer.bench.rates import DEVICES
 
     target = Arch.parse(common.one_of("--arch", arch, tuple(DEVICES)))
-    if (reason := sim.missing()) is not None:
+    if (reason := cdna.simulator_missing()) is not None:
         raise typer.BadParameter(reason, param_hint="--arch")
     envs.stop_triton_interpreter()
     backends = _amd_backends(backend, target)

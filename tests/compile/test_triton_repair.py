@@ -36,8 +36,7 @@ from lightning_indexer.backends.triton_launch import operands_like
 from lightning_indexer.backends.triton_portable.backend import Launch
 from lightning_indexer.backends.triton_portable.config import heuristic
 from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel
-from lightning_indexer.sim import too_close
-from lightning_indexer.toolchain.code_object import CodeObject
+from cdna_sim import CodeObject, wait_state_hazards
 from lightning_indexer.toolchain.repair import repair
 from lightning_indexer.toolchain.triton_amd import repaired
 
@@ -49,7 +48,7 @@ for context in (contextlib.nullcontext(), repaired("gfx950"), contextlib.nullcon
     with context:
         kernel = fp8_mqa_logits_kernel.warmup(*arguments, grid=launch.grid, **launch.constants, **launch.options)
     texts.append(kernel.asm["amdgcn"])
-    hazards.append(len(too_close(CodeObject(kernel.asm["hsaco"]), kernel.metadata.name)))
+    hazards.append(len(wait_state_hazards(CodeObject(kernel.asm["hsaco"]), kernel.metadata.name)))
 print(json.dumps({"hazards": hazards, "mended": texts[1] == repair(texts[0], "gfx950"), "kept": texts[0] == texts[2]}))
 """
 

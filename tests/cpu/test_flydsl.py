@@ -11,7 +11,6 @@ import torch
 from lightning_indexer import Arch, Problem, dispatch
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
 from lightning_indexer.backends.flydsl_cdna.layout import CHUNK, KEYS_OF_WAVE, LANES, Layout
-from lightning_indexer.toolchain.occupancy import lds_limit
 
 ARCHS = ("gfx942", "gfx950")
 LAYOUTS = [
@@ -99,7 +98,7 @@ def test_every_choice_fits(arch):
             assert len(set(found)) == len(found)
             for config in found:
                 plan = layout(asked, Arch.parse(arch), config)
-                assert plan.lds_bytes <= lds_limit(arch)
+                assert plan.lds_bytes <= Arch.parse(arch).lds
                 assert config.chunk % plan.tile == 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cdna_sim import Options, SimulationFault, listing
 from lightning_indexer import Arch, Problem, calc_diff, dispatch, fp8_mqa_logits, reference_logits
 from lightning_indexer.backends.gluon_gfx950.backend import Launch
 from lightning_indexer.backends.gluon_gfx950.config import heuristic, many_rows
@@ -18,7 +19,6 @@ from lightning_indexer.bench.cases import make_inputs, make_windows
 from lightning_indexer.launcher import simulation
 from lightning_indexer.launcher.simulator import SimLauncher
 from lightning_indexer.problem import Operands
-from lightning_indexer.sim import Options, SimulationFault, listing
 
 CPU, ARCH = torch.device("cpu"), Arch.parse("gfx950")
 kernels: list[str] = []

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from semantics import mnemonics
 from test_semantics_coverage import TESTED
 
+from cdna_sim import Options, SimulationFault, listing
 from helpers import CPU, check_guarded, expected_for, expected_logits, int32, same_bits
 from lightning_indexer import Arch, Problem, fp8_mqa_logits
 from lightning_indexer.backends.flydsl_cdna.backend import MAX_KEY_STRIDE, Launch
@@ -22,7 +22,7 @@ from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic
 from lightning_indexer.bench.cases import Inputs, make_inputs, make_windows
 from lightning_indexer.launcher import simulation
 from lightning_indexer.problem import Operands
-from lightning_indexer.sim import Options, SimulationFault, listing
+from semantics import mnemonics
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11"),

@@ -11,6 +11,7 @@ import torch
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
 
+from cdna_sim import Options, Report  # noqa: E402
 from helpers import CPU, check_guarded, expected_for, same_bits  # noqa: E402
 from lightning_indexer import Arch, Problem, calc_diff, fp8_mqa_logits  # noqa: E402
 from lightning_indexer.backends.hip_gfx950.backend import HipGfx950, launch  # noqa: E402
@@ -21,7 +22,6 @@ from lightning_indexer.bench.rates import MI355X  # noqa: E402
 from lightning_indexer.bench.simulated import SimulatedCase, run_case, sweep  # noqa: E402
 from lightning_indexer.launcher import simulation  # noqa: E402
 from lightning_indexer.problem import Operands  # noqa: E402
-from lightning_indexer.sim import Options, Report  # noqa: E402
 
 GFX950 = Arch.parse("gfx950")
 STREAM, LDS = Tunables(strategy="stream"), Tunables(strategy="lds")

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cdna_sim import Options, SimulationFault
 from lightning_indexer.launcher import launcher_for, simulation
-from lightning_indexer.sim import Options, SimulationFault
 from lightning_indexer.toolchain.amdgpu_clang import compile_hip
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
@@ -33,7 +33,7 @@ from lightning_indexer.backends.triton_portable.config import heuristic
 from lightning_indexer.bench.cases import make_inputs, make_windows
 from lightning_indexer.launcher import simulation
 from lightning_indexer.problem import Operands
-from lightning_indexer.sim import Options, SimulationFault, listing
+from cdna_sim import Options, SimulationFault, listing
 
 arch, heads = Arch.parse(sys.argv[1]), int(sys.argv[2])
 rows, keys, head_dim = 2, 300, 128

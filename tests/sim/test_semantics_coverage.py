@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import test_mfma
 import test_semantics_atomics
 import test_semantics_compare

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cdna_sim import Options, SimulationFault
 from lightning_indexer.launcher import launcher_for, simulation
-from lightning_indexer.sim import Options, SimulationFault
 from lightning_indexer.toolchain.amdgpu_clang import compile_hip
 from lightning_indexer.toolchain.built import Built
 

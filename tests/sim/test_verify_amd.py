@@ -50,7 +50,7 @@ from lightning_indexer.backends.triton_portable.config import heuristic
 from lightning_indexer.bench.cases import make_inputs, make_windows
 from lightning_indexer.launcher import simulation, simulator
 from lightning_indexer.problem import Operands
-from lightning_indexer.sim import Options, SimulationFault
+from cdna_sim import Options, SimulationFault
 
 rows, keys, heads, head_dim = 3, 300, 32, 64
 inputs = make_inputs(rows, keys, heads, head_dim, torch.device("cpu"))

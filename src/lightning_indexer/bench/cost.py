@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,8 +28,10 @@ from lightning_indexer.bench.rates import Rates, is_fp8, is_packed_f32, matrix_f
 from lightning_indexer.dispatch import AmdBackend
 from lightning_indexer.launcher import simulation
 from lightning_indexer.problem import Operands, Problem, row_stride
-from lightning_indexer.sim import Options, Report
 from lightning_indexer.toolchain.built import Built
+
+if TYPE_CHECKING:
+    from cdna_sim import Report
 
 # What instructions and bytes are counted under; kinds are the simulator's.
 Amounts = dict[str, float]
@@ -167,6 +170,8 @@ class _Launch:
 
     def simulate(self, workgroups: list[tuple[int, int, int]], length: int) -> Report:
         """Runs these workgroups with every row's window at [0, length)."""
+        from cdna_sim import Options
+
         ks = torch.zeros(self.problem.rows, dtype=torch.int32)
         options = Options(deferred=False, strict=False, workgroups=frozenset(workgroups))
         with simulation(self.arch.name, options) as launcher:

@@ -8,14 +8,16 @@ import importlib.util
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_indexer.launcher.arguments import Value, pack_arguments
 from lightning_indexer.launcher.base import Grid, three
 from lightning_indexer.toolchain.built import Built
-from lightning_indexer.toolchain.code_object import CodeObject
+
+if TYPE_CHECKING:
+    from cdna_sim import CodeObject
 
 _NOT_INSTALLED = "hip-python is not installed: pip install 'lightning-indexer[hip]'"
 

@@ -16,12 +16,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_indexer import envs
-from lightning_indexer.toolchain import cache
+from lightning_indexer.toolchain import cache, cdna
 from lightning_indexer.toolchain.built import Built, CompileError, get_or_build
-from lightning_indexer.toolchain.code_object import CodeObject
 from lightning_indexer.toolchain.repair import VERSION, repair
+
+if TYPE_CHECKING:
+    from cdna_sim import CodeObject
 
 # One input for both compilers, so neither ROCm's headers nor its device library; -fno-discard-value-names keeps the
 # names of kernel arguments in the metadata.
@@ -39,7 +42,9 @@ class Tools:
 
 def missing() -> str | None:
     """None, or what to install, with the command."""
-    return None if _tools() is not None else "no clang for AMD GPUs: pip install 'lightning-indexer[amd]'"
+    if _tools() is None:
+        return "no clang for AMD GPUs: pip install 'lightning-indexer[amd]'"
+    return cdna.missing()
 
 
 def tools() -> Tools:
@@ -89,7 +94,7 @@ def _compile(source: Path, arch: str, macros: Mapping[str, str | int], flags: Se
         command += [f"-D{name}={value}" for name, value in macros.items()]
         _run([*command, "-I", str(source.parent), "-S", str(source), "-o", str(text)], what)
         isa = repair(text.read_text(), arch)
-    code_object = CodeObject(_assemble(isa, arch))
+    code_object = cdna.code_object(_assemble(isa, arch))
     info = code_object.kernel()
     names = tuple(
         argument.name.removesuffix(".coerce") for argument in info.arguments if not argument.kind.startswith("hidden_")
@@ -108,7 +113,7 @@ def assemble(asm_text: str, arch: str) -> CodeObject:
         CompileError: with the assembler's message.
     """
     key = ("assemble", asm_text, arch, version())
-    return CodeObject(cache.get_or_build(key, ".hsaco", lambda: _assemble(asm_text, arch)))
+    return cdna.code_object(cache.get_or_build(key, ".hsaco", lambda: _assemble(asm_text, arch)))
 
 
 def _assemble(asm_text: str, arch: str) -> bytes:

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_indexer import envs
-from lightning_indexer.toolchain import amdgpu_clang
+from lightning_indexer.toolchain import amdgpu_clang, cdna
 from lightning_indexer.toolchain.built import Built, CompileError, get_or_build
-from lightning_indexer.toolchain.code_object import CodeObject
 from lightning_indexer.toolchain.repair import VERSION, repair
 
 
@@ -75,7 +74,7 @@ def compile_flydsl(
             pass  # another thread was interrupted, and its process ended with it
         elf, printed = answer
         isa = repair(printed, arch)
-        code_object = CodeObject(elf) if isa is printed else amdgpu_clang.assemble(_without_target(isa), arch)
+        code_object = cdna.code_object(elf) if isa is printed else amdgpu_clang.assemble(_without_target(isa), arch)
         return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler, argument_names)
 
     return get_or_build(key, build)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_indexer.toolchain import cdna
 from lightning_indexer.toolchain.built import Built, CompileError, get_or_build
-from lightning_indexer.toolchain.code_object import CodeObject
 from lightning_indexer.toolchain.repair import VERSION, repair
 
 
@@ -113,7 +113,7 @@ def compile_triton(
         names = tuple(name for name, kind in signature.items() if kind != "constexpr")
         # The descriptor says 0 LDS; Triton's launcher asks for the real size.
         return Built(
-            CodeObject(kernel.asm["hsaco"]), metadata.name, kernel.asm["amdgcn"], metadata.shared,
+            cdna.code_object(kernel.asm["hsaco"]), metadata.name, kernel.asm["amdgcn"], metadata.shared,
             "gluon" if gluon else "triton", compiler, names,
         )  # fmt: skip
 

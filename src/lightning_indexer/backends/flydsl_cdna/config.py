@@ -9,7 +9,6 @@ import torch
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.flydsl_cdna.layout import Layout
 from lightning_indexer.problem import Problem
-from lightning_indexer.toolchain.occupancy import lds_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,5 +64,4 @@ def layout(problem: Problem, arch: Arch, config: FlyConfig) -> Layout:
 
 
 def _fits(config: FlyConfig, problem: Problem, arch: Arch) -> bool:
-    limit = lds_limit(arch.name)
-    return limit is not None and layout(problem, arch, config).lds_bytes <= limit
+    return layout(problem, arch, config).lds_bytes <= arch.lds

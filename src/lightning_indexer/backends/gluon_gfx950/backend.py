@@ -20,7 +20,6 @@ from lightning_indexer.launcher import launcher_for
 from lightning_indexer.problem import Operands, Problem
 from lightning_indexer.toolchain import triton_amd
 from lightning_indexer.toolchain.built import Built
-from lightning_indexer.toolchain.occupancy import lds_limit
 
 HEADS = (8, 16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
@@ -64,11 +63,10 @@ class Launch:
         Raises:
             ValueError: a config whose tiles do not fit into LDS.
         """
-        limit = lds_limit(arch.name)
-        if limit is not None and config.lds_bytes(problem.head_dim) > limit:
+        if config.lds_bytes(problem.head_dim) > arch.lds:
             raise ValueError(
                 f"config: got {config}, {config.lds_bytes(problem.head_dim)} bytes of LDS at D={problem.head_dim}, "
-                f"expected at most {limit}"
+                f"expected at most {arch.lds}"
             )
         self.problem, self.arch, self.config, self.wide = problem, arch, config, wide
         self.sizes = (problem.rows, problem.keys, problem.width, config.chunk)
