@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import SOURCES
 from lightning_indexer.toolchain import amdgpu_clang, flydsl, triton_amd
 from lightning_indexer.toolchain import built as built_module
 from lightning_indexer.toolchain.amdgpu_clang import compile_hip
@@ -211,7 +212,7 @@ print(json.dumps({
 
 def run_triton(arch: str, cache: Path) -> dict:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(HERE.parents[1] / "src"), "LIGHTNING_INDEXER_CACHE_DIR": str(cache)}
+    environment |= {"PYTHONPATH": SOURCES, "LIGHTNING_INDEXER_CACHE_DIR": str(cache)}
     done = subprocess.run(
         [sys.executable, "-c", TRITON, arch], env=environment, capture_output=True, text=True, check=False
     )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import SOURCES
+
 ROOT = Path(__file__).resolve().parents[2]
 NOCLEAN = {"clean_logits": False}
 COMPRESSED = {"clean_logits": False, "max_seqlen_k": 32768, "out_dtype": "bfloat16"}
@@ -37,7 +39,7 @@ PROBLEMS = [
 def kernels(tmp_path_factory) -> list[dict]:
     cache = tmp_path_factory.mktemp("cache")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    environment |= {"PYTHONPATH": SOURCES, "TRITON_CACHE_DIR": str(cache / "triton")}
     environment["LIGHTNING_INDEXER_CACHE_DIR"] = str(cache)
     command = [sys.executable, str(ROOT / "tests" / "compile" / "compile_gluon.py")]
     command.append(json.dumps([problem[:4] for problem in PROBLEMS]))

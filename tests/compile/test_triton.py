@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import SOURCES
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "compile" / "compile_triton.py"
 
@@ -43,7 +45,7 @@ ARCHS = {
 
 def compile_for(arch: str, cache: Path) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(cache)}
+    environment |= {"PYTHONPATH": SOURCES, "TRITON_CACHE_DIR": str(cache)}
     environment["LIGHTNING_INDEXER_CACHE_DIR"] = str(cache / "lightning-indexer")
     command = [sys.executable, str(SCRIPT), arch, json.dumps(list(PROBLEMS.values()))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import SOURCES
+
 pytest.importorskip("triton")
 pytest.importorskip("tinygrad")
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +57,7 @@ print(json.dumps({"hazards": hazards, "mended": texts[1] == repair(texts[0], "gf
 
 def test_a_call_compiles_the_mended_kernel_and_leaves_others_alone(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(tmp_path)}
+    environment |= {"PYTHONPATH": SOURCES, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

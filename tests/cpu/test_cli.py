@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from faulty import FaultyBackend, honest, install, one_percent_high
+from helpers import SOURCES
 from lightning_indexer import Arch, __version__, cli, demo, dispatch, envs
 from lightning_indexer.bench import environment, timing, verify
 from lightning_indexer.bench.cases import WINDOWS
@@ -68,8 +69,7 @@ def test_version():
 
 
 def test_as_a_module():
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
     result = subprocess.run(
         [sys.executable, "-m", "lightning_indexer", "--version"], env=environment, capture_output=True, text=True,
         check=False,

@@ -8,14 +8,13 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from test_semantics_coverage import TESTED
 
 from cdna_sim import Options, SimulationFault, listing
-from helpers import CPU, check_guarded, expected_for, expected_logits, int32, same_bits
+from helpers import CPU, SOURCES, check_guarded, expected_for, expected_logits, int32, same_bits
 from lightning_indexer import Arch, Problem, fp8_mqa_logits
 from lightning_indexer.backends.flydsl_cdna.backend import MAX_KEY_STRIDE, Launch
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic
@@ -262,7 +261,7 @@ print(json.dumps([report.instructions for report in launcher.reports]))
 
 def test_fewer_instructions_than_triton_portable():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
+    environment |= {"PYTHONPATH": SOURCES}
     done = subprocess.run([sys.executable, "-c", TRITON], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     [triton] = json.loads(done.stdout)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import SOURCES
+
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
 HERE = Path(__file__).resolve().parent
@@ -21,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 
 def run(what: str) -> dict:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(HERE.parents[1] / "src")
+    environment["PYTHONPATH"] = SOURCES
     done = subprocess.run(
         [sys.executable, str(HERE / "simulate_gluon.py"), what],
         env=environment, capture_output=True, text=True, check=False,

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from cdna_sim import Options, SimulationFault
+from helpers import SOURCES
 from lightning_indexer.launcher import launcher_for, simulation
 from lightning_indexer.toolchain.amdgpu_clang import compile_hip
 
@@ -74,7 +75,7 @@ print(json.dumps(found))
 @pytest.mark.parametrize(("arch", "heads"), [("gfx950", 32)])
 def test_each_wait_and_each_barrier_left_out(arch, heads):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(SOURCE)
+    environment["PYTHONPATH"] = SOURCES
     command = [sys.executable, "-c", LEAVE_OUT, arch, str(heads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import SOURCES
+
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -22,7 +24,7 @@ ARCHS = ("gfx942", "gfx950")
 
 def run(*arguments: str, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(SOURCE), **variables}
+    environment |= {"PYTHONPATH": SOURCES, **variables}
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cdna_sim.errors import SimulationFault, UnknownOpcode
     from cdna_sim.exec.wait_states import Hazard, wait_state_hazards
     from cdna_sim.isa.decode import Instruction, listing
+    from cdna_sim.machine_code import from_machine_code
     from cdna_sim.memory.buffers import Memory
     from cdna_sim.occupancy import lds_limit, waves_per_simd
     from cdna_sim.options import Loop, Options, Report
@@ -36,6 +37,7 @@ _HOME = {
     "errors": ("SimulationFault", "UnknownOpcode"),
     "exec.wait_states": ("Hazard", "wait_state_hazards"),
     "isa.decode": ("Instruction", "listing"),
+    "machine_code": ("from_machine_code",),
     "memory.buffers": ("Memory",),
     "occupancy": ("lds_limit", "waves_per_simd"),
     "options": ("Loop", "Options", "Report"),
@@ -47,9 +49,9 @@ _MODULE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
     "ARCHS", "Arch", "Argument", "AssemblerError", "CodeObject", "CodeObjectError", "Descriptor", "Hazard",
     "Instruction", "KernelInfo", "Loop", "Memory", "Options", "Pointer", "Report", "Resources", "SimulationFault",
-    "Simulator", "State", "UnknownOpcode", "__version__", "assemble", "explicit_arguments", "hidden_arguments",
-    "lds_limit", "listing", "missing", "pack_arguments", "run", "run_snippet", "simulated", "wait_state_hazards",
-    "waves_per_simd",
+    "Simulator", "State", "UnknownOpcode", "__version__", "assemble", "explicit_arguments", "from_machine_code",
+    "hidden_arguments", "lds_limit", "listing", "missing", "pack_arguments", "run", "run_snippet", "simulated",
+    "wait_state_hazards", "waves_per_simd",
 ]  # fmt: skip
 
 
