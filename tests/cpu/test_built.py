@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_indexer.toolchain.amdgpu_clang import assemble
-from lightning_indexer.toolchain.built import Built
+from lightning_indexer.amd.built import Built
+from lightning_indexer.amd.clang import assemble
 
 ASSEMBLY = """
   .text

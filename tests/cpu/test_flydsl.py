@@ -8,9 +8,10 @@ import itertools
 import pytest
 import torch
 
-from lightning_indexer import Arch, Problem, dispatch
+from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
 from lightning_indexer.backends.flydsl_cdna.layout import CHUNK, KEYS_OF_WAVE, LANES, Layout
+from lightning_indexer.selection import registry as dispatch
 
 ARCHS = ("gfx942", "gfx950")
 LAYOUTS = [
@@ -24,8 +25,8 @@ LAYOUTS = [
 ]
 
 
-def problem(rows: int, keys: int, heads: int = 64, head_dim: int = 128, **facts) -> Problem:
-    return Problem(rows, keys, heads, head_dim, **facts)
+def problem(rows: int, keys: int, heads: int = 64, head_dim: int = 128, **facts) -> MqaLogitsProblem:
+    return MqaLogitsProblem(rows, keys, heads, head_dim, **facts)
 
 
 # Gate
@@ -98,7 +99,7 @@ def test_every_choice_fits(arch):
             assert len(set(found)) == len(found)
             for config in found:
                 plan = layout(asked, Arch.parse(arch), config)
-                assert plan.lds_bytes <= Arch.parse(arch).lds
+                assert plan.lds_bytes <= Arch.parse(arch).shared_bytes
                 assert config.chunk % plan.tile == 0
 
 

@@ -13,12 +13,11 @@ import torch
 
 from cdna_sim import Argument, Descriptor, KernelInfo, Resources
 from lightning_indexer import Arch
+from lightning_indexer.amd import cdna, launcher_for, pack_arguments, simulates, simulation
+from lightning_indexer.amd import hip_runtime as hip_launcher
+from lightning_indexer.amd.built import Built
+from lightning_indexer.amd.hip_runtime import HipError, HipLauncher
 from lightning_indexer.arch import arch_of, assume
-from lightning_indexer.launcher import hip as hip_launcher
-from lightning_indexer.launcher import launcher_for, pack_arguments, simulates, simulation
-from lightning_indexer.launcher.hip import HipError, HipLauncher
-from lightning_indexer.toolchain import cdna
-from lightning_indexer.toolchain.built import Built
 
 
 def info(*arguments: tuple[str, int, int, str], kernarg_bytes: int = 0) -> KernelInfo:

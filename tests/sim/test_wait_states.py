@@ -14,9 +14,10 @@ pytest.importorskip("ziglang")
 from cdna_sim import Hazard, wait_state_hazards  # noqa: E402
 from cdna_sim.exec.code import Code  # noqa: E402
 from cdna_sim.exec.wait_states import of_nodes, reachable  # noqa: E402
-from lightning_indexer import Arch, Problem, dispatch  # noqa: E402
-from lightning_indexer.toolchain import amdgpu_clang  # noqa: E402
-from lightning_indexer.toolchain.repair import repair  # noqa: E402
+from lightning_indexer import Arch, MqaLogitsProblem  # noqa: E402
+from lightning_indexer.amd import clang as amdgpu_clang  # noqa: E402
+from lightning_indexer.amd.repair import repair  # noqa: E402
+from lightning_indexer.selection import registry as dispatch  # noqa: E402
 
 KERNEL = """
 .text
@@ -107,7 +108,7 @@ def test_the_numbers_are_the_compilers(tmp_path, arch, count, ints, a, name, mor
     ],
 )
 def test_shipped_kernels_have_what_they_need_and_little_more(arch, backend, shape):
-    built = dispatch.get(backend).build(Problem(*shape), Arch.parse(arch))
+    built = dispatch.get(backend).build(MqaLogitsProblem(*shape), Arch.parse(arch))
     code = Code(built.code_object, built.kernel)
     nodes = reachable(code)
     assert list(of_nodes(code.arch, nodes)) == []
