@@ -52,11 +52,11 @@ def tools() -> Tools:
     """The compiler used here.
 
     Raises:
-        CompileError: there is none; the message says how to install it.
+        CompileError: there is none, or nothing that reads what it makes; the message says how to install it.
     """
-    found = _tools()
-    if found is None:
-        raise CompileError(missing())
+    found, reason = _tools(), missing()
+    if found is None or reason is not None:
+        raise CompileError(reason)
     return found
 
 

@@ -172,7 +172,7 @@ def _target(arch: str) -> Any:
 
 
 def _refuse_interpreted(jit_fn: Any) -> None:
-    if (reason := missing()) is not None:
+    if (reason := missing() or cdna.missing()) is not None:
         raise CompileError(reason)
     from triton.language import standard
 

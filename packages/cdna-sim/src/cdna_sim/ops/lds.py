@@ -56,7 +56,9 @@ class Access:
         """LDS bytes that the active lanes start at; counts bank conflicts."""
         addresses = w.v[self.address]
         # What an address pattern amounts to in this launch: (indices, extra cycles), by addresses and EXEC.
-        patterns: dict[tuple[bytes, int, int], tuple[Lanes, int]] = w.known.setdefault(self, {})
+        patterns: dict[tuple[bytes, int, int], tuple[Lanes, int]] | None = w.known.get(self)
+        if patterns is None:
+            patterns = w.known[self] = {}
         key = (addresses.tobytes(), offset, w.exec)
         known = patterns.get(key)
         if known is None:

@@ -48,7 +48,8 @@ class VectorMemory:
             return []
         width = width or self.width
         # Loops use one buffer an instruction, so that the last one is tried first.
-        buffer: Buffer | None = w.known.get(self) or w.memory.find(int(addresses[0]), width)
+        last: Buffer | None = w.known.get(self)
+        buffer = last or w.memory.find(int(addresses[0]), width)
         found: Places = []
         if buffer is not None:
             offsets = addresses - buffer.base64
@@ -60,7 +61,8 @@ class VectorMemory:
                     found = [(buffer, offsets.view(np.int64), True)]
         if not found:
             found = self._scattered(w, kind, addresses, width)
-        w.known[self] = found[0][0]
+        if found[0][0] is not last:
+            w.known[self] = found[0][0]
         stores = kind != "load"
         for place, offsets, _ in found:
             if stores:
