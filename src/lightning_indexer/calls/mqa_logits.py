@@ -207,21 +207,21 @@ def _operator_out(
 
 @_operator.register_fake
 def _(*arguments: Any) -> torch.Tensor:
-    tensors, options = arguments[:6], arguments[6:9]
-    call = validate(MqaLogitsCall(*tensors, *options))
+    call = validate(MqaLogitsCall._make((*arguments[:9], None, None)))
     return call.q.new_empty((call.q.shape[0], call.max_seqlen_k or call.k.shape[0]), dtype=call.out_dtype)
 
 
 @_operator_out.register_fake
 def _(*arguments: Any) -> None:
     *tensors, out, clean_logits, max_seqlen_k, backend = arguments
-    validate(MqaLogitsCall(*tensors, clean_logits, max_seqlen_k, out.dtype, out, backend))
+    validate(MqaLogitsCall._make((*tensors, clean_logits, max_seqlen_k, out.dtype, out, backend)))
 
 
 def _through_operator(call: MqaLogitsCall) -> torch.Tensor:
-    common.refuse(OPERATION, call[:6])
-    if not torch.compiler.is_compiling() and any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
-        _note_gradients()
+    if not torch.compiler.is_compiling():
+        common.refuse(OPERATION, call[:6])
+        if any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
+            _note_gradients()
     with torch.no_grad():
         if call.out is None:
             *arguments, _, backend = call
