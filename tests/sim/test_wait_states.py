@@ -108,7 +108,7 @@ def test_the_numbers_are_the_compilers(tmp_path, arch, count, ints, a, name, mor
     ],
 )
 def test_shipped_kernels_have_what_they_need_and_little_more(arch, backend, shape):
-    built = dispatch.get(backend).build(MqaLogitsProblem(*shape), Arch.parse(arch))
+    built = dispatch.kernel(backend).build(MqaLogitsProblem(*shape), Arch.parse(arch))
     code = Code(built.code_object, built.kernel)
     nodes = reachable(code)
     assert list(of_nodes(code.arch, nodes)) == []
