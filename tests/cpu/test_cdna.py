@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from cdna_sim import ARCHS, from_machine_code
-from lightning_indexer import Arch
+from lightning_indexer import Arch, packages
 from lightning_indexer.amd import cdna, clang, simulation
 from lightning_indexer.amd import simulated as launcher
 from lightning_indexer.amd.built import Built, CompileError
@@ -30,8 +29,8 @@ def test_both_tables_of_archs_say_the_same():
 
 
 def hide(monkeypatch, *modules: str) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in modules else find(name, *rest))
+    installed = packages.installed
+    monkeypatch.setattr(packages, "installed", lambda name: name not in modules and installed(name))
 
 
 def test_what_is_missing_is_said_with_its_command(monkeypatch):

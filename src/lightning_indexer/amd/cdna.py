@@ -6,8 +6,9 @@ by its path; a package of that name on an index is not this one.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING
+
+from lightning_indexer import packages
 
 if TYPE_CHECKING:
     from cdna_sim import CodeObject
@@ -17,9 +18,9 @@ _INSTALL = "pip install ./packages/cdna-sim from a clone of this library's repos
 
 def missing() -> str | None:
     """None where AMD code objects can be read, or how to install what reads them. Imports nothing."""
-    if importlib.util.find_spec("cdna_sim") is None:
+    if not packages.installed("cdna_sim"):
         return f"cdna-sim, which reads AMD code objects, is not installed: {_INSTALL}"
-    absent = [name for name, module in _READER.items() if importlib.util.find_spec(module) is None]
+    absent = [name for name, module in _READER.items() if not packages.installed(module)]
     return f"cdna-sim needs {' and '.join(absent)}: {_INSTALL}" if absent else None
 
 
@@ -29,7 +30,7 @@ _READER = {"msgpack": "msgpack", "pyelftools": "elftools"}
 
 def simulator_missing() -> str | None:
     """None where kernels can be simulated, or how to install what simulates them."""
-    if importlib.util.find_spec("cdna_sim") is None:
+    if not packages.installed("cdna_sim"):
         return f"the simulator, cdna-sim, is not installed: {_INSTALL}"
     import cdna_sim  # loads nothing else
 
