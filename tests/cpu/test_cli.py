@@ -156,7 +156,7 @@ def test_info_lists_devices_backends_packages_and_variables():
 def test_info_shows_variables_and_warns_of_unknown_ones(monkeypatch):
     values = {
         "BACKEND": "torch-blocked", "ARCH": "gfx950", "CACHE_DIR": "/tmp/kernels", "KERNELS": "1", "VLLM": "0",
-        "SGLANG": "1", "TRUST_CACHE": "0",
+        "SGLANG": "1", "SELF_CHECK": "0", "TRUST_CACHE": "0",
     }  # fmt: skip
     assert {f"LIGHTNING_INDEXER_{name}" for name in values} == set(envs.KNOWN)
     for name, value in values.items():
@@ -205,7 +205,7 @@ def test_explain_of_one_backend_that_cannot_has_status_1():
 
 
 @pytest.mark.parametrize(
-    ("form", "words"), [("clean", "clean"), ("noclean", "not clean"), ("compressed", "compressed to 2")]
+    ("form", "words"), [("clean", "clean"), ("noclean", "noclean"), ("compressed", "compressed to 2")]
 )
 def test_explain_takes_every_form(form, words):
     assert f"M=1 N=2 H=32 D=64 {words} float32 on cpu" in run("explain", "--shape", "1,2,32,64", "--form", form).text

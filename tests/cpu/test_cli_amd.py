@@ -16,7 +16,7 @@ from lightning_indexer import MqaLogitsProblem
 from lightning_indexer.amd import cdna
 from lightning_indexer.amd.built import CompileError
 from lightning_indexer.amd.simulated import ARCHS
-from lightning_indexer.backends.triton_portable.mqa_logits import TritonPortable
+from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits as TritonPortable
 from lightning_indexer.check import simulated
 from lightning_indexer.check.cases import WINDOWS, window_applies
 from lightning_indexer.check.simulated import FN, FNUZ, SimulatedCase, SimulatedOutcome, make_simulated_inputs, sweep
@@ -252,5 +252,5 @@ def test_a_kernel_that_does_not_compile_ends_with_the_message(monkeypatch, comma
 
 
 def test_backends_with_amd_kernels_say_so():
-    kernels = [backend.name for backend in dispatch.backends() if isinstance(backend, dispatch.AmdBackend)]
+    kernels = [name for name, kernel in dispatch.kernels().items() if isinstance(kernel, dispatch.Compiled)]
     assert kernels == ["hip-gfx950", "gluon-gfx950", "flydsl", "triton-portable"]

@@ -6,28 +6,20 @@ In processes of their own: this one's Triton is the interpreter.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from helpers import SOURCES
+from processes import python
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 ARCHS = ("gfx942", "gfx950")
 
 
 def run(*arguments: str, **variables: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": SOURCES, **variables}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return python(*arguments, **variables)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -105,7 +97,7 @@ faults = {
 for name, (k, scale, weights, out) in faults.items():
     with simulation("gfx950", Options(order="shuffled", seed=2)):
         try:
-            launch(MqaLogitsCall(inputs.q_fp8, k, scale, weights, ks, ke), out)
+            launch(MqaLogitsCall(inputs.q_fp8, k, scale, weights, ks, ke, out=out))
             found[name] = "no fault"
         except SimulationFault as fault:
             found[name] = str(fault)

@@ -190,7 +190,7 @@ def cost(
                 refused.update(dict.fromkeys(f"{name}: {reason}" for reason in reasons.values()))
                 continue
             with _compile_errors():
-                predictions = model.Model(one, list(dict.fromkeys(able.values())), target, published.rates)
+                predictions = model.Model(name, one, list(dict.fromkeys(able.values())), target, published.rates)
             for launch, problem in able.items():
                 found[launch][name] = predictions.predict(problem, launch[2])
             for kernel in predictions.kernels:

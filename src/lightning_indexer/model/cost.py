@@ -101,19 +101,21 @@ class Prediction:
 class Model:
     """Predicts the launches of one backend over some problems on one device. Each kernel is simulated once."""
 
-    def __init__(self, backend: Any, problems: Sequence[MqaLogitsProblem], arch: Arch, rates: Rates) -> None:
+    def __init__(
+        self, backend: str, kernel: Any, problems: Sequence[MqaLogitsProblem], arch: Arch, rates: Rates
+    ) -> None:
         self.arch, self.rates = arch, rates
-        launches = {problem: _Launch(backend, problem, arch) for problem in problems}
+        launches = {problem: _Launch(kernel, problem, arch) for problem in problems}
         self._groups = {problem: math.prod(launch.grid) for problem, launch in launches.items()}
         self._kernels: dict[MqaLogitsProblem, Kernel] = {}
         by_code: dict[bytes, list[MqaLogitsProblem]] = {}
-        built = {problem: backend.build(problem, arch) for problem in problems}
+        built = {problem: kernel.build(problem, arch) for problem in problems}
         for problem in problems:
             by_code.setdefault(built[problem].code_object.elf, []).append(problem)
         for same in by_code.values():
             # Where a workgroup writes most, what it does once shows least in what it does for each byte.
             best = max(same, key=lambda problem: problem.rows * problem.keys / self._groups[problem])
-            kernel = _take_apart(backend.name, built[best], launches[best])
+            kernel = _take_apart(backend, built[best], launches[best])
             self._kernels |= dict.fromkeys(same, kernel)
 
     @property
@@ -156,9 +158,9 @@ class Model:
 class _Launch:
     """The launch of a problem, of which some workgroups are simulated."""
 
-    def __init__(self, backend: Any, problem: MqaLogitsProblem, arch: Arch) -> None:
+    def __init__(self, kernel: Any, problem: MqaLogitsProblem, arch: Arch) -> None:
         self.arch, self.problem = arch, problem
-        self.run = backend.launch(problem, arch, backend.config(problem, arch))
+        self.run = kernel.launch(problem, arch, kernel.config(problem, arch))
         dtype = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
         rows, keys, heads, dim = problem.rows, problem.keys, problem.heads, problem.head_dim
         # Values play no part in what is executed.
