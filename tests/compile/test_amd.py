@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from lightning_indexer.amd import clang as amdgpu_clang
 from lightning_indexer.amd import flydsl, triton_amd
 from lightning_indexer.amd.built import Built, CompileError
 from lightning_indexer.amd.clang import compile_hip
+from processes import python
 
 HERE = Path(__file__).parent
 ARCHS = ("gfx942", "gfx950")
@@ -192,16 +191,16 @@ def test_without_a_compiler_the_command_that_installs_one_is_named(source, monke
 TRITON = """
 import json, sys
 from lightning_indexer import Arch, MqaLogitsProblem
-from lightning_indexer.backends.triton_portable.mqa_logits import TritonPortable
+from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits
 import triton
 
 runs = []
 real = triton.compile
 triton.compile = lambda *arguments, **options: runs.append(0) or real(*arguments, **options)
 arch = Arch.parse(sys.argv[1])
-built = TritonPortable().build(MqaLogitsProblem(4096, 32768, 32, 128), arch)
-odd = TritonPortable().build(MqaLogitsProblem(4096, 32767, 32, 128), arch)
-large = TritonPortable().build(MqaLogitsProblem(70000, 32768, 32, 128), arch)
+built = MqaLogits().build(MqaLogitsProblem(4096, 32768, 32, 128), arch)
+odd = MqaLogits().build(MqaLogitsProblem(4096, 32767, 32, 128), arch)
+large = MqaLogits().build(MqaLogitsProblem(70000, 32768, 32, 128), arch)
 resources = built.resources
 print(json.dumps({
     "runs": len(runs), "kernel": built.kernel, "names": built.argument_names, "compiler": built.compiler,
@@ -214,13 +213,7 @@ print(json.dumps({
 
 
 def run_triton(arch: str, cache: Path) -> dict:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(HERE.parents[1] / "src"), "LIGHTNING_INDEXER_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", TRITON, arch], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(python("-c", TRITON, arch, LIGHTNING_INDEXER_CACHE_DIR=str(cache)))
 
 
 @pytest.mark.parametrize("arch", ARCHS)

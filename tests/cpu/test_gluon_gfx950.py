@@ -14,7 +14,6 @@ from lightning_indexer.backends.gluon_gfx950 import backend
 from lightning_indexer.backends.gluon_gfx950.backend import GluonGfx950
 from lightning_indexer.backends.gluon_gfx950.config import GluonConfig, heuristic, is_wide, neighbours
 from lightning_indexer.backends.gluon_gfx950.mqa_logits import HEAD_DIMS, HEADS, Launch
-from lightning_indexer.toolchain.occupancy import lds_limit
 
 GFX950 = Arch.parse("gfx950")
 DEEPSEEK = MqaLogitsProblem(4096, 32768, 64, 128)
@@ -39,7 +38,7 @@ def test_the_layouts_of_every_config_exist(rows, keys):
             # A wave's copy is 64 lanes of 16 bytes.
             assert config.block * head_dim % (4 * 64 * 16) == 0
             assert config.buffers >= 2
-            assert config.lds_bytes(head_dim) <= lds_limit("gfx950")
+            assert config.lds_bytes(head_dim) <= GFX950.shared_bytes
             # A wave's accumulators, q and w, in registers of 4 bytes a lane.
             wave = config.rows // config.row_warps * heads
             scores = wave * config.step // config.key_warps // 64
@@ -50,7 +49,7 @@ def test_the_layouts_of_every_config_exist(rows, keys):
 def test_lds_holds_two_programs_of_what_the_heuristic_takes(rows):
     for heads, head_dim in itertools.product(HEADS, HEAD_DIMS):
         config = heuristic(MqaLogitsProblem(rows, 32768, heads, head_dim), GFX950)
-        assert 2 * config.lds_bytes(head_dim) <= lds_limit("gfx950")
+        assert 2 * config.lds_bytes(head_dim) <= GFX950.shared_bytes
 
 
 def test_many_rows_of_the_shipped_model_share_tiles_of_three_buffers():
