@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
-from types import SimpleNamespace
+import sys
+from importlib.machinery import PathFinder
 
 import pytest
 import torch
 
 from lightning_indexer import Arch, MqaLogitsProblem
-from lightning_indexer.backends.gluon_gfx950 import backend
 from lightning_indexer.backends.gluon_gfx950.backend import GluonGfx950
 from lightning_indexer.backends.gluon_gfx950.config import GluonConfig, heuristic, is_wide, neighbours
 from lightning_indexer.backends.gluon_gfx950.mqa_logits import HEAD_DIMS, HEADS, Launch
@@ -120,13 +121,14 @@ def test_bfloat16_reaches_twice_as_far():
 
 @pytest.mark.parametrize(("exists", "reason"), [(False, "not installed: pip"), (True, r"pip install 'triton>=3.6'")])
 def test_what_is_missing_is_said_with_its_command(monkeypatch, tmp_path, exists, reason):
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)]) if exists else None
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: spec)
-    backend._missing.cache_clear()
+    package = tmp_path / "triton"
+    if exists:
+        package.mkdir()
+        (package / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: PathFinder.find_spec(name))
+    importlib.invalidate_caches()
     assert reason in GluonGfx950().missing()
     if exists:
-        (tmp_path / "experimental" / "gluon" / "language" / "amd" / "cdna4").mkdir(parents=True)
-        backend._missing.cache_clear()
+        (package / "experimental" / "gluon" / "language" / "amd" / "cdna4").mkdir(parents=True)
         assert GluonGfx950().missing() is None
-    monkeypatch.undo()
-    backend._missing.cache_clear()
