@@ -14,9 +14,7 @@ import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90.config import (
-    PAIRS,
-    THREADS,
-    TILE_KEYS,
+    MAX_ENTER_COST,
     KernelConfig,
     heuristic,
     neighbours,
@@ -29,6 +27,11 @@ SOURCE = Path(__file__).with_name("mqa_logits.cuh")
 NVRTC_ARCH = "sm_90a"
 HEADS = (8, 16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
+MAX_ROWS = 2**30
+# The fill warps round their shares of a row up: the last ones end past N by up to 2048 columns a share, of which there
+# are at most four a fill warp.
+MAX_KEYS = 2**31 - 2**22
+MAX_TILES = 2**31 - 1
 
 
 class MqaLogits:
@@ -42,6 +45,18 @@ class MqaLogits:
             return reason
         if not problem.aligned:
             return "rows of q and k must start on 16-byte boundaries for TMA"
+        if problem.rows > MAX_ROWS:
+            return f"M={problem.rows} is beyond {MAX_ROWS}: row numbers of the schedule are int32"
+        if problem.keys > MAX_KEYS:
+            return f"N={problem.keys} is beyond {MAX_KEYS}: the end of the last share of a row has to be an int32"
+        config = heuristic(problem, arch)
+        # Windows of a row block may lie anywhere: the most that they can touch.
+        tiles = -(-problem.rows // config.rows) * (-(-problem.keys // config.tile_keys) + 1 + MAX_ENTER_COST)
+        if problem.compressed and tiles > MAX_TILES:
+            return (
+                f"M={problem.rows} compressed rows of N={problem.keys} keys may touch {tiles} tiles, beyond "
+                f"{MAX_TILES}: the schedule counts them in int32"
+            )
         return None
 
     def launch(self, problem: MqaLogitsProblem, arch: Arch, config: KernelConfig) -> Launch:
@@ -95,14 +110,14 @@ class Launch:
 
     def _load(self, device: int) -> Callable[..., int]:
         function = ctypes.c_void_p(_function(tuple(self.config.macros().items()), device))
-        grid = [ctypes.c_uint(side) for side in (self.config.ctas, 1, 1, THREADS, 1, 1)]
+        grid = [ctypes.c_uint(side) for side in (self.config.ctas, 1, 1, self.config.threads, 1, 1)]
         self.kernels[device] = functools.partial(_launch(), function, *grid, ctypes.c_uint(self.config.shared_bytes))
         return self.kernels[device]
 
     def _encode(self, layout: tuple[Any, ...]) -> tuple[Any, int, Any, int]:
         q_address, k_address, q_stride, k_stride = layout
-        q_map = _q_map(q_address, self.rows, self.config.heads, self.config.head_dim, q_stride[0], q_stride[1])
-        k_map = _k_map(k_address, self.keys, self.config.head_dim, k_stride[0])
+        q_map = _q_map(self.config, q_address, self.rows, q_stride[0], q_stride[1])
+        k_map = _k_map(self.config, k_address, self.keys, k_stride[0])
         if len(self.maps) >= MAX_MAPS:
             self.maps.clear()
         self.maps[layout] = (q_map, int(q_map.getPtr()), k_map, int(k_map.getPtr()))
@@ -110,7 +125,7 @@ class Launch:
 
 
 MAX_MAPS = 1024
-# Pointers to the two tensor maps and to the arguments, then struct Arguments of plan.cuh.
+# Pointers to the two tensor maps and to the arguments, then struct Arguments of shared.cuh.
 _POINTERS = struct.Struct("<3Q")
 _PARAMETERS = struct.Struct("<3Q 6Q3q4i")
 
@@ -158,23 +173,22 @@ def _launch() -> Any:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernel
 
 
-def _q_map(address: int, rows: int, heads: int, head_dim: int, stride_m: int, stride_h: int) -> Any:
-    """q [M, H, D] so that one load lays (row, head) pairs in the order of mqa_logits.cuh: pair 8j + 2t + b.
+def _q_map(config: KernelConfig, address: int, rows: int, stride_m: int, stride_h: int) -> Any:
+    """q [M, H, D] so that one load lays (row, head) pairs in the order of head_sum.cuh: pair 8j + 2t + b.
 
     Dimensions, fastest first: channel; b, the even or odd head; lanes that share a row (two at H = 128, each with
     half of the heads); row; j, the pair of heads.
     """
-    rows_of_block = PAIRS // heads
-    lanes = 4 // rows_of_block if rows_of_block < 4 else 1
-    dims = (head_dim, 2, lanes, rows, heads // lanes // 2)
-    strides = (stride_h, stride_h * (heads // lanes), stride_m, 2 * stride_h)
-    box = (head_dim, 2, lanes, min(4, rows_of_block), heads // lanes // 2)
-    return _encode(address, dims, strides, box)
+    heads = config.heads // config.lanes_of_row  # of a lane
+    dims = (config.head_dim, 2, config.lanes_of_row, rows, heads // 2)
+    # The only row's stride is never followed, and need not be one of TMA's.
+    strides = (stride_h, stride_h * heads, stride_m if rows > 1 else config.heads * stride_h, 2 * stride_h)
+    return _encode(address, dims, strides, config.q_box)
 
 
-def _k_map(address: int, keys: int, head_dim: int, stride: int) -> Any:
+def _k_map(config: KernelConfig, address: int, keys: int, stride: int) -> Any:
     """k [N, D], a tile of keys a load."""
-    return _encode(address, (head_dim, keys), (stride,), (head_dim, TILE_KEYS))
+    return _encode(address, (config.head_dim, keys), (stride if keys > 1 else config.head_dim,), config.k_box)
 
 
 def _encode(address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
