@@ -11,9 +11,7 @@ import torch
 from lightning_indexer import packages
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90.config import (
-    PAIRS,
-    THREADS,
-    TILE_KEYS,
+    MAX_ENTER_COST,
     KernelConfig,
     heuristic,
     neighbours,
@@ -26,6 +24,11 @@ SOURCE = packages.beside(__name__, "mqa_logits.cuh")
 NVRTC_ARCH = "sm_90a"
 HEADS = (8, 16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
+MAX_ROWS = 2**30
+# The fill warps round their shares of a row up: the last ones end past N by up to 2048 columns a share, of which there
+# are at most four a fill warp.
+MAX_KEYS = 2**31 - 2**22
+MAX_TILES = 2**31 - 1
 
 
 class MqaLogits:
@@ -39,6 +42,18 @@ class MqaLogits:
             return reason
         if not problem.aligned:
             return "rows of q and k must start on 16-byte boundaries for TMA"
+        if problem.rows > MAX_ROWS:
+            return f"M={problem.rows} is beyond {MAX_ROWS}: row numbers of the schedule are int32"
+        if problem.keys > MAX_KEYS:
+            return f"N={problem.keys} is beyond {MAX_KEYS}: the end of the last share of a row has to be an int32"
+        config = heuristic(problem, arch)
+        # Windows of a row block may lie anywhere: the most that they can touch.
+        tiles = -(-problem.rows // config.rows) * (-(-problem.keys // config.tile_keys) + 1 + MAX_ENTER_COST)
+        if problem.compressed and tiles > MAX_TILES:
+            return (
+                f"M={problem.rows} compressed rows of N={problem.keys} keys may touch {tiles} tiles, beyond "
+                f"{MAX_TILES}: the schedule counts them in int32"
+            )
         return None
 
     def launch(self, problem: MqaLogitsProblem, arch: Arch, config: KernelConfig) -> Launch:
@@ -75,7 +90,7 @@ class Launch:
 # Device; strides of q; row strides of k, weights and out.
 _Layout = tuple[int, tuple[int, ...], int, int, int]
 MAX_KEPT = 1024
-# The stream, pointers to the two tensor maps and to the arguments, then struct Arguments of plan.cuh: its pointers,
+# The stream, pointers to the two tensor maps and to the arguments, then struct Arguments of shared.cuh: its pointers,
 # which each call packs, and what stays.
 _POINTERS = struct.Struct(f"<{driver.Slot.HEAD} 3Q 6Q")
 _CONSTANTS = struct.Struct("<3q4i")
@@ -124,7 +139,7 @@ class _Bound:
         launch, config = self.launch, self.launch.config
         size = _POINTERS.size + _CONSTANTS.size
         function = _function(tuple(config.macros().items()), self.device)
-        slot = driver.Slot(function, (config.ctas, 1, 1), THREADS, config.shared_bytes, size)
+        slot = driver.Slot(function, (config.ctas, 1, 1), config.threads, config.shared_bytes, size)
         _, q_strides, _, w_stride, out_stride = self.layout
         _CONSTANTS.pack_into(
             slot.buffer, _START + _POINTERS.size,
@@ -135,8 +150,8 @@ class _Bound:
     def _encode(self, pointers: tuple[int, int]) -> tuple[Any, int, Any, int]:
         launch, config = self.launch, self.launch.config
         _, q_strides, k_stride, _, _ = self.layout
-        q_map = _q_map(pointers[0], launch.rows, config.heads, config.head_dim, q_strides[0], q_strides[1])
-        k_map = _k_map(pointers[1], launch.keys, config.head_dim, k_stride)
+        q_map = _q_map(config, pointers[0], launch.rows, q_strides[0], q_strides[1])
+        k_map = _k_map(config, pointers[1], launch.keys, k_stride)
         if len(self.maps) >= MAX_KEPT:
             self.maps.clear()
         self.maps[pointers] = (q_map, int(q_map.getPtr()), k_map, int(k_map.getPtr()))
@@ -151,20 +166,19 @@ def _function(macros: tuple[tuple[str, str | int], ...], device: int) -> int:
     return driver.load(code, str(named["KERNEL_NAME"]), int(named["SHARED_BYTES"]))
 
 
-def _q_map(address: int, rows: int, heads: int, head_dim: int, stride_m: int, stride_h: int) -> Any:
-    """q [M, H, D] so that one load lays (row, head) pairs in the order of mqa_logits.cuh: pair 8j + 2t + b.
+def _q_map(config: KernelConfig, address: int, rows: int, stride_m: int, stride_h: int) -> Any:
+    """q [M, H, D] so that one load lays (row, head) pairs in the order of head_sum.cuh: pair 8j + 2t + b.
 
     Dimensions, fastest first: channel; b, the even or odd head; lanes that share a row (two at H = 128, each with
     half of the heads); row; j, the pair of heads.
     """
-    rows_of_block = PAIRS // heads
-    lanes = 4 // rows_of_block if rows_of_block < 4 else 1
-    dims = (head_dim, 2, lanes, rows, heads // lanes // 2)
-    strides = (stride_h, stride_h * (heads // lanes), stride_m, 2 * stride_h)
-    box = (head_dim, 2, lanes, min(4, rows_of_block), heads // lanes // 2)
-    return driver.tensor_map(address, dims, strides, box)
+    heads = config.heads // config.lanes_of_row  # of a lane
+    dims = (config.head_dim, 2, config.lanes_of_row, rows, heads // 2)
+    # The only row's stride is never followed, and need not be one of TMA's.
+    strides = (stride_h, stride_h * heads, stride_m if rows > 1 else config.heads * stride_h, 2 * stride_h)
+    return driver.tensor_map(address, dims, strides, config.q_box)
 
 
-def _k_map(address: int, keys: int, head_dim: int, stride: int) -> Any:
+def _k_map(config: KernelConfig, address: int, keys: int, stride: int) -> Any:
     """k [N, D], a tile of keys a load."""
-    return driver.tensor_map(address, (head_dim, keys), (stride,), (head_dim, TILE_KEYS))
+    return driver.tensor_map(address, (config.head_dim, keys), (stride if keys > 1 else config.head_dim,), config.k_box)
