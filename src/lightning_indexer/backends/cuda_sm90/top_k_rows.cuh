@@ -1,0 +1,446 @@
+// One CTA, one row: a short row in registers, a longer one in a single streaming pass.
+#pragma once
+
+#include "top_k_exact.cuh"
+
+namespace {
+
+// Counts a score unless it is NaN, in a histogram that has room for every score.
+TOP_K_DEVICE void count_number(uint32_t base, float score, float low, float scale) {
+  const uint32_t bin = clamped_bin(score, low, scale, kBins);
+  asm volatile("{\n.reg .pred p;\nsetp.eq.f32 p, %0, %0;\n@p red.shared.add.u32 [%1], 1;\n}" ::"f"(score),
+               "r"(bin * 4u + base)
+               : "memory");
+}
+
+// Sets bit `bit` of `above` where t > highest, of `upward` where t >= lowest.
+TOP_K_DEVICE void compare(uint32_t& above, uint32_t& upward, float t, float highest, float lowest, uint32_t bit) {
+  asm("{\n.reg .pred p;\nsetp.gt.f32 p, %2, %3;\n@p or.b32 %0, %0, %5;\nsetp.ge.f32 p, %2, %4;\n@p or.b32 %1, %1, %5;\n}"
+      : "+r"(above), "+r"(upward)
+      : "f"(t), "f"(highest), "f"(lowest), "r"(bit));
+}
+
+// The row's vectors, from `first` on: warp w holds 32 * kVectors of them in a row.
+TOP_K_DEVICE void load_row(const Window& window, uint32_t first, uint32_t past, uint4 (&x)[kVectors]) {
+  const uint32_t own = (threadIdx.x >> 5) * 32 * kVectors + (threadIdx.x & 31);
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+    const uint32_t vector = first + own + u * 32;
+    x[u] = vector < past ? window.load(vector) : no_numbers();
+  }
+}
+
+// A row in registers: `x` as load_row left it, `count` vectors from `first` on.
+TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, uint32_t first, uint4 (&x)[kVectors]) {
+  ShortPlan& plan = *reinterpret_cast<ShortPlan*>(dynamic_shared);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const uint32_t of_warp = warp * 32 * kVectors, own = of_warp + lane, count = window.cover_hi - first, k = a.k;
+  clear(plan.bins, kBins);
+  plan.chosen[threadIdx.x] = 0;
+  if (threadIdx.x == 0) block.listed = 0, block.cut.inside = 0;
+  if (kWholeRows || window.cover_lo < window.full_lo || window.full_hi < window.cover_hi) {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      const uint32_t vector = first + own + u * 32;
+      if (vector < window.cover_hi ? window.partial(vector) : kWholeRows) x[u] = window.mask(x[u], vector);
+    }
+  }
+
+  float low = pos_inf(), high = neg_inf();
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+    if (of_warp + u * 32 >= count) continue;
+#pragma unroll
+    for (int c = 0; c < kPack; ++c) {
+      const float score = score_in(x[u], c);
+      high = fmaxf(high, score);
+      if (u == 0)  // a sample is enough for the lower end: what lies below counts in bin 0
+        asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, 0fff800000;\n@p min.f32 %0, %0, %1;\n}" : "+f"(low) : "f"(score));
+    }
+  }
+  uint32_t low_key = __reduce_min_sync(kFull, key_of(low)), high_key = __reduce_max_sync(kFull, key_of(high));
+  if (lane == 0) block.warp_a[warp] = low_key, block.warp_b[warp] = high_key;
+  __syncthreads();
+  low_key = __reduce_min_sync(kFull, lane < kWarps ? block.warp_a[lane] : kFull);
+  high_key = __reduce_max_sync(kFull, lane < kWarps ? block.warp_b[lane] : 0);
+  low = score_of(low_key), high = score_of(high_key);
+  const float scale = linear_scale(low, high, kBins);
+  bool listed = low_key < high_key && scale > 0 && high < pos_inf() && window.length() > k;
+  if (listed) {
+    const uint32_t base = shared_of(plan.bins) - 4u * kMagicBits;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      if (of_warp + u * 32 >= count) continue;
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) count_number(base, score_in(x[u], c), low, scale);
+    }
+    __syncthreads();
+    find_cut<kBins>(plan.bins, k, block.warp_c, &block.cut);
+    listed = block.cut.inside > 0 && block.cut.inside <= kListed;
+  }
+
+  uint32_t chosen = 0;
+  if (listed) {
+    const Cut cut = block.cut;
+    const uint32_t need = k - cut.above;
+    const float lowest = cut.bin == 0 ? neg_inf() : kMagic + cut.bin;
+    const float highest = cut.bin == kBins - 1 ? pos_inf() : kMagic + cut.bin;
+    uint32_t upward = 0;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      if (of_warp + u * 32 >= count) continue;
+#pragma unroll
+      for (int c = 0; c < kPack; ++c)
+        compare(chosen, upward, linear_bin(score_in(x[u], c), low, scale), highest, lowest, 1u << (kPack * u + c));
+    }
+    for (uint32_t rest = upward & ~chosen; rest; rest &= rest - 1) {
+      const int bit = 31 - __clz(rest & -rest);
+      const uint32_t relative = (own + bit / kPack * 32) * kPack + bit % kPack;
+      // Read again: shorter than choosing among registers.
+      const float score = window.score(first * kPack + relative);
+      plan.listed[shared_fetch_add(shared_of(&block.listed), 1)] = order_of(score, relative);
+    }
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < cut.inside; i += kThreads) {
+      const uint64_t mine = plan.listed[i];
+      uint32_t rank = 0;
+#pragma unroll 1
+      for (uint32_t j = 0; j < cut.inside; ++j) rank += plan.listed[j] > mine;
+      if (rank < need) {
+        const uint32_t relative = position_of(mine), vector = relative / kPack, of = vector / (32 * kVectors);
+        const uint32_t within = vector % (32 * kVectors);
+        shared_or(shared_of(plan.chosen + of * 32 + within % 32), 1u << (within / 32 * kPack + relative % kPack));
+      }
+    }
+    __syncthreads();
+    chosen |= plan.chosen[threadIdx.x];
+  } else {  // floods of one score, infinities, fewer than k scores
+    Threshold threshold = {neg_inf(), kEveryTie};
+    if (window.length() > k)
+      threshold = select_by_key<false>(k, plan.bins, nullptr, [&](auto visit) {
+#pragma unroll
+        for (int u = 0; u < kVectors; ++u)
+#pragma unroll
+          for (int c = 0; c < kPack; ++c) visit(score_in(x[u], c));
+      });
+    uint32_t equal = 0, none = 0;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u)
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) {
+        const float score = score_in(x[u], c);
+        if (score > threshold.score) chosen |= 1u << (kPack * u + c);
+        if (score == threshold.score) equal |= 1u << (kPack * u + c);
+      }
+    chosen = with_ties(chosen, equal, threshold, none, block.warp_a);
+    __syncthreads();
+  }
+
+  const uint32_t staged = shared_of(plan.staged);
+  const uint32_t mine = (first + own) * kPack;
+  const uint32_t total = in_order(chosen, block.warp_d, [&](uint32_t slot, int u, int c) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(staged + slot * 4), "r"(mine + u * 32 * kPack + c) : "memory");
+  });
+  __syncthreads();
+  write_staged(a, row, window, plan.staged, total);
+}
+
+// ---- a row longer than the registers ----
+
+// By how much to overshoot so that the true count falls below k only four deviations out: (f - 1) n = 4 sqrt(f n).
+TOP_K_DEVICE float overshoot(float n) {
+  const float half = __fdividef(8.0f, n);
+  return 1.01f + half + 4.0f * sqrtf(__fdividef(1.0f, n) + half * half * 0.0625f);
+}
+
+struct Gate {
+  float low;      // candidates are the scores at or above it
+  float high;     // of the sample
+  uint32_t flood;  // a key that most of the sample around the cut is equal to, or 0
+  bool useful;    // a streaming pass will do
+};
+
+// The sampled score c of vector i; in turn the even and the odd ones, so that strided contents do not alias.
+template <int kStride>
+TOP_K_DEVICE float sampled(const uint4& vector, int c, int i) {
+  return score_in(vector, c * kStride + (kStride > 1 ? i % kStride : 0));
+}
+
+// A gate which about `wanted` scores of the sample pass. `bins` are clear and are left dirty. `most`: as many scores
+// of the sample may be equal to the gate before the candidates overflow.
+template <int kCount, int kStride>
+TOP_K_DEVICE Gate find_gate(const uint4 (&x)[kCount], uint32_t wanted, uint32_t most, uint32_t* bins) {
+  constexpr int kScores = kPack / kStride;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  float low = pos_inf(), high = neg_inf();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+#pragma unroll
+    for (int c = 0; c < kScores; ++c)
+      asm("{\n.reg .pred p;\n.reg .f32 a;\nabs.f32 a, %2;\nsetp.lt.f32 p, a, 0f7f800000;\n"
+          "@p min.f32 %0, %0, %2;\n@p max.f32 %1, %1, %2;\n}"
+          : "+f"(low), "+f"(high)
+          : "f"(sampled<kStride>(x[i], c, i)));
+  uint32_t low_key = __reduce_min_sync(kFull, key_of(low)), high_key = __reduce_max_sync(kFull, key_of(high));
+  if (lane == 0) block.warp_a[warp] = low_key, block.warp_b[warp] = high_key;
+  __syncthreads();
+  low_key = __reduce_min_sync(kFull, lane < kWarps ? block.warp_a[lane] : kFull);
+  high_key = __reduce_max_sync(kFull, lane < kWarps ? block.warp_b[lane] : 0);
+  if (low_key > high_key) return {0, 0, kKeyNegInf, false};  // nothing finite
+  if (low_key == high_key) return {0, 0, low_key, false};
+  low = score_of(low_key), high = score_of(high_key);
+  const float scale = linear_scale(low, high, kBins);
+  const uint32_t base = shared_of(bins) - 4u * kMagicBits;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+#pragma unroll
+    for (int c = 0; c < kScores; ++c) count_bin(base, sampled<kStride>(x[i], c, i), low, scale, kBins);
+  __syncthreads();
+  find_cut<kBins>(bins, wanted, block.warp_c, &block.cut);
+  Gate gate = {low, high, 0, true};
+  if (scale > 0) gate.low = fmaf(__fdividef(high - low, kBins - 1), static_cast<float>(block.cut.bin) - 0.5f, low);
+  const uint32_t fine = max(24u, wanted >> 3);
+  if (block.cut.inside <= fine) return gate;
+
+  // Badly spread over linear bins: on keys.
+  uint32_t from = 0, to = kFull, need = wanted;
+  while (true) {
+    const int width = 32 - __clz(to - from), shift = width > kKeyBits ? width - kKeyBits : 0;
+    __syncthreads();
+    clear(bins, kKeyBins);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+#pragma unroll
+      for (int c = 0; c < kScores; ++c) {
+        const uint32_t key = key_of(sampled<kStride>(x[i], c, i));
+        if (key >= from && key <= to) shared_add(shared_of(bins + ((key - from) >> shift)), 1);
+      }
+    __syncthreads();
+    find_cut<kKeyBins>(bins, need, block.warp_c, &block.cut);
+    from += block.cut.bin << shift;
+    to = from + ((1u << shift) - 1);
+    need -= block.cut.above;
+    if (shift == 0 || block.cut.inside <= fine) break;
+  }
+  const uint32_t lowest = max(from, kKeyNegInf);
+  gate.low = score_of(lowest);
+  if (from == to) {
+    gate.flood = lowest;
+    gate.useful = wanted - need + block.cut.inside <= most;
+  }
+  return gate;
+}
+
+// The same number, which ptxas does not know to be the same: it would keep the predicates of the counting compares as
+// bits, at three instructions each, where comparing again takes one.
+TOP_K_DEVICE float again(float score, float* slot) {
+  if ((threadIdx.x & 31) == 0) *slot = score;
+  __syncwarp();
+  float same;
+  asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(same) : "r"(shared_of(slot)) : "memory");
+  return same;
+}
+
+struct Collector {  // keeps the scores at or above the gate
+  float gate, same_gate;
+  uint32_t candidates, counter;  // shared-memory addresses
+
+  // Scores of kVectors vectors, `apart` positions from one to the next.
+  TOP_K_DEVICE void collect(const uint4 (&x)[kVectors], uint32_t position, uint32_t apart) const {
+    uint32_t own = 0;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u)
+#pragma unroll
+      for (int c = 0; c < kPack; ++c)
+        asm("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\n@p add.u32 %0, %0, 1;\n}" : "+r"(own) : "f"(score_in(x[u], c)), "f"(gate));
+    const uint32_t upto = warp_scan(own);
+    uint32_t base = 0;
+    // The address depends on the data: ptxas would aggregate over the warp once more.
+    if ((threadIdx.x & 31) == 31) base = shared_fetch_add(counter + (upto >> 28), upto);
+    uint32_t at = __shfl_sync(kFull, base, 31) + upto;
+    if (__any_sync(kFull, at > kCapacity)) return;  // the count says so
+    at = candidates + (at - own) * 8;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u)
+#pragma unroll
+      for (int c = 0; c < kPack; ++c)
+        asm volatile("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\n@p st.shared.v2.b32 [%0], {%3, %4};\n@p add.u32 %0, %0, 8;\n}"
+                     : "+r"(at)
+                     : "f"(score_in(x[u], c)), "f"(same_gate), "r"(__float_as_uint(score_in(x[u], c))), "r"(position + u * apart + c)
+                     : "memory");
+  }
+
+  // The window's scores outside full vectors, from `from` to `past` of them; one warp.
+  TOP_K_DEVICE void collect_loose(const Window& window, uint32_t from, uint32_t past) const {
+    const uint32_t lane = threadIdx.x & 31, i = from + lane;
+    const uint32_t position = i < past ? window.loose_position(i) : window.start;
+    const float score = window.score(position);
+    const bool in = i < past && score >= gate;
+    const uint32_t all = __ballot_sync(kFull, in);
+    uint32_t base = 0;
+    if (lane == 0) base = shared_fetch_add(counter, __popc(all));
+    const uint32_t at = __shfl_sync(kFull, base, 0) + __popc(all & ((1u << lane) - 1));
+    if (in && at < kCapacity)
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(candidates + at * 8), "r"(__float_as_uint(score)), "r"(position) : "memory");
+  }
+};
+
+TOP_K_DEVICE uint64_t warp_least(uint64_t value) {
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) value = min(value, __shfl_xor_sync(kFull, value, step));
+  return value;
+}
+
+// The least order number that is chosen, where many candidates lie in the bin of the cut: radix passes over their order
+// numbers, `need` of them wanted. in_bin(score) says which ones.
+template <class InBin>
+__device__ __noinline__ uint64_t refine_cut(const Candidate* candidates, uint32_t count, uint32_t need, uint32_t* bins,
+                                            InBin in_bin) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  uint64_t low = ~0ull, high = 0;
+  for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+    const Candidate candidate = candidates[i];
+    if (!in_bin(candidate.score)) continue;
+    const uint64_t order = order_of(candidate.score, candidate.position);
+    low = min(low, order), high = max(high, order);
+  }
+  low = warp_least(low), high = ~warp_least(~high);
+  if (lane == 0) block.lowest[warp] = low, block.highest[warp] = high;
+  __syncthreads();
+  low = warp_least(lane < kWarps ? block.lowest[lane] : ~0ull);
+  high = ~warp_least(~(lane < kWarps ? block.highest[lane] : 0ull));
+  while (true) {
+    const int width = 64 - __clzll(high - low), shift = width > kKeyBits ? width - kKeyBits : 0;
+    __syncthreads();
+    clear(bins, kKeyBins);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      const Candidate candidate = candidates[i];
+      const uint64_t order = order_of(candidate.score, candidate.position);
+      if (order >= low && order <= high) shared_add(shared_of(bins + static_cast<uint32_t>((order - low) >> shift)), 1);
+    }
+    __syncthreads();
+    find_cut<kKeyBins>(bins, need, block.warp_c, &block.cut);
+    const Cut cut = block.cut;
+    low += static_cast<uint64_t>(cut.bin) << shift;
+    high = low + ((1ull << shift) - 1);
+    need -= cut.above;
+    if (shift == 0 || cut.inside == need) return low;
+  }
+}
+
+// Sets the bits of a candidate's position.
+TOP_K_DEVICE void mark(uint32_t bitmap, uint32_t relative) { shared_or(bitmap + relative / 32 * 4, 1u << (relative % 32)); }
+
+TOP_K_DEVICE void stream_row(const Arguments& a, int row, const Window& window) {
+  StreamPlan& plan = *reinterpret_cast<StreamPlan*>(dynamic_shared);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const uint32_t k = a.k;
+
+  // Tile t holds chunks t, t + tiles, t + 2 tiles, ... of 32 vectors, so that tile 0 samples the whole row evenly.
+  const uint32_t vectors = window.full_hi - window.full_lo, chunks = (vectors + 31) / 32;
+  const uint32_t tiles = (chunks + kWarps * kVectors - 1) / (kWarps * kVectors);
+  const uint32_t own = window.full_lo + warp * tiles * 32 + lane, apart = kWarps * tiles * 32;
+  const uint32_t top = window.full_lo + ((warp + (kVectors - 1) * kWarps) * tiles + 1) * 32;  // past tile 0's last chunk
+  auto load = [&](uint4(&x)[kVectors], uint32_t tile) {
+    if (top + tile * 32 <= window.full_hi) {
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) x[u] = window.load(own + tile * 32 + u * apart);
+    } else {
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        const uint32_t vector = own + tile * 32 + u * apart;
+        x[u] = vector < window.full_hi ? window.load(vector) : no_numbers();
+      }
+    }
+  };
+  uint4 x[kVectors];
+  load(x, 0);
+  clear(plan.bins, kBins);
+  clear(plan.bitmap, a.bitmap_words);
+  if (threadIdx.x == 0) block.candidates = 0, block.listed = 0;
+
+  const uint32_t samples = (chunks + tiles - 1) / tiles * 32 * kSampled;
+  const float rate = __fdividef(static_cast<float>(samples), static_cast<float>(window.length())), expected = k * rate;
+  const uint32_t wanted = min(samples, static_cast<uint32_t>(min(a.overshoot, overshoot(expected)) * expected) + 1);
+  const Gate gate = find_gate<kVectors, SAMPLE_STRIDE>(x, wanted, static_cast<uint32_t>(0.85f * kCapacity * rate), plan.bins);
+  clear(plan.bins, kBins);
+  if (gate.useful) {
+    const Collector collector = {gate.low, again(gate.low, &block.gate[warp]), shared_of(plan.candidates), shared_of(&block.candidates)};
+    for (uint32_t tile = 0; tile < tiles; ++tile) {
+      collector.collect(x, (own + tile * 32) * kPack, apart * kPack);
+      if (tile + 1 < tiles) load(x, tile + 1);
+    }
+    if (warp == 0 && block.window.loose()) collector.collect_loose(block.window, 0, block.window.loose());
+  }
+  __syncthreads();
+  const uint32_t count = block.candidates;
+  if (!gate.useful || count < k || count > kCapacity) return exact_row<false>(a, row, gate.flood);
+
+  const float scale = linear_scale(gate.low, gate.high, kBins);
+  const uint32_t base = shared_of(plan.bins) - 4u * kMagicBits;
+#pragma unroll 4
+  for (uint32_t i = threadIdx.x; i < count; i += kThreads) count_bin(base, plan.candidates[i].score, gate.low, scale, kBins);
+  __syncthreads();
+  find_cut<kBins>(plan.bins, k, block.warp_c, &block.cut);
+  const Cut cut = block.cut;
+  const uint32_t need = k - cut.above, origin = block.window.cover_lo * kPack, bitmap = shared_of(plan.bitmap);
+  const float lowest = cut.bin == 0 ? neg_inf() : kMagic + cut.bin;
+  const float highest = cut.bin == kBins - 1 ? pos_inf() : kMagic + cut.bin;
+  if (cut.inside > kListed) {
+    auto in_bin = [=](float score) {
+      const float t = linear_bin(score, gate.low, scale);
+      return !(t > highest) && !(t < lowest);
+    };
+    const uint64_t least = refine_cut(plan.candidates, count, need, plan.bins, in_bin);
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      const Candidate candidate = plan.candidates[i];
+      if (order_of(candidate.score, candidate.position) >= least) mark(bitmap, candidate.position - origin);
+    }
+  } else {
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      const Candidate candidate = plan.candidates[i];
+      const float t = linear_bin(candidate.score, gate.low, scale);
+      const uint32_t relative = candidate.position - origin;
+      asm volatile("{\n.reg .pred p;\nsetp.gt.f32 p, %0, %1;\n@p red.shared.or.b32 [%2], %3;\n}" ::"f"(t), "f"(highest),
+                   "r"(bitmap + relative / 32 * 4), "r"(1u << (relative % 32))
+                   : "memory");
+      if (!(t > highest) && !(t < lowest))
+        plan.listed[shared_fetch_add(shared_of(&block.listed), 1)] = order_of(candidate.score, candidate.position);
+    }
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < cut.inside; i += kThreads) {
+      const uint64_t mine = plan.listed[i];
+      uint32_t rank = 0;
+#pragma unroll 1
+      for (uint32_t j = 0; j < cut.inside; ++j) rank += plan.listed[j] > mine;
+      if (rank < need) mark(bitmap, position_of(mine) - origin);
+    }
+  }
+  __syncthreads();
+
+  // Positions in order, from the bitmap, to where the candidates were.
+  const int words = ((block.window.cover_hi - block.window.cover_lo) * kPack + 31) / 32;
+  const int each = (words + kThreads * 4 - 1) / (kThreads * 4) * 4;
+  const int first = threadIdx.x * each, past = min(words, first + each);
+  uint32_t bits = 0;
+  for (int i = first; i < past; i += 4) {
+    const uint4 four = *reinterpret_cast<const uint4*>(plan.bitmap + i);
+    bits += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+  }
+  uint32_t at = shared_of(plan.candidates) + (block_scan(bits, block.warp_d) - bits) * 4;
+  for (int i = first; i < past; ++i) {
+    const uint32_t position = origin + i * 32;
+    for (uint32_t word = plan.bitmap[i]; word; word &= word - 1) {
+      const int bit = 31 - __clz(word & -word);
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(position + bit) : "memory");
+      at += 4;
+    }
+  }
+  __syncthreads();
+  write_staged(a, row, block.window, reinterpret_cast<const uint32_t*>(plan.candidates), k);
+}
+
+}  // namespace
