@@ -111,6 +111,32 @@ TOP_K_DEVICE void each_block(const Window& window, const Part& part, Visit visit
   }
 }
 
+// Every score that the threads hold, for select_by_key. Classes, not lambdas: a generic lambda counts as host code.
+struct HeldScores {
+  const uint4 (&x)[kVectors];
+
+  template <class Visit>
+  TOP_K_DEVICE void operator()(Visit visit) const {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u)
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) visit(score_in(x[u], c));
+  }
+};
+
+struct PartScores {  // of a part of the row, from memory
+  const Window& window;
+  const Part& part;
+
+  template <class Visit>
+  TOP_K_DEVICE void operator()(Visit visit) const {
+    each_block(window, part, [&](const uint4(&x)[kVectors], uint32_t) {
+      HeldScores{x}(visit);
+      return true;
+    });
+  }
+};
+
 // Writes the row's result, whatever the row holds. `hint` is a key that may well be the k-th, or 0. A cluster enters
 // together, with nothing in flight between its CTAs.
 template <bool kShared>
@@ -154,14 +180,17 @@ __device__ __noinline__ void exact_row(const Arguments& a, int row, uint32_t hin
     if constexpr (kShared) cluster_sync();
     else __syncthreads();
     before = {0, 0}, all = {0, 0};
-    for (uint32_t other = 0; other < ranks; ++other) {
-      const uint32_t address = kShared ? remote(block.published, other) : 0;
-      const Count of = kShared ? Count{remote_word(address), remote_word(address + 4)}
-                               : Count{block.published[0], block.published[1]};
-      if (other < rank) before.above += of.above, before.equal += of.equal;
-      all.above += of.above, all.equal += of.equal;
+    if constexpr (kShared) {
+      for (uint32_t other = 0; other < kCluster; ++other) {
+        const uint32_t address = remote(block.published, other);
+        const Count of = {remote_word(address), remote_word(address + 4)};
+        if (other < rank) before.above += of.above, before.equal += of.equal;
+        all.above += of.above, all.equal += of.equal;
+      }
+      cluster_sync();
+    } else {
+      all = {block.published[0], block.published[1]};
     }
-    if constexpr (kShared) cluster_sync();
   };
 
   Threshold threshold = {neg_inf(), kEveryTie};
@@ -176,16 +205,7 @@ __device__ __noinline__ void exact_row(const Arguments& a, int row, uint32_t hin
       counted = found = true;
     }
   }
-  if (!found)
-    threshold = select_by_key<kShared>(k, bins, sums, [&](auto visit) {
-      each_block(window, part, [&](const uint4(&x)[kVectors], uint32_t) {
-#pragma unroll
-        for (int u = 0; u < kVectors; ++u)
-#pragma unroll
-          for (int c = 0; c < kPack; ++c) visit(score_in(x[u], c));
-        return true;
-      });
-    });
+  if (!found) threshold = select_by_key<kShared>(k, bins, sums, PartScores{window, part});
   if (kShared && !counted) count(threshold.score);
   if (!kShared) before = {0, 0};
 

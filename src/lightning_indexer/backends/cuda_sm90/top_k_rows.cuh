@@ -117,12 +117,7 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
   } else {  // floods of one score, infinities, fewer than k scores
     Threshold threshold = {neg_inf(), kEveryTie};
     if (window.length() > k)
-      threshold = select_by_key<false>(k, plan.bins, nullptr, [&](auto visit) {
-#pragma unroll
-        for (int u = 0; u < kVectors; ++u)
-#pragma unroll
-          for (int c = 0; c < kPack; ++c) visit(score_in(x[u], c));
-      });
+      threshold = select_by_key<false>(k, plan.bins, nullptr, HeldScores{x});
     uint32_t equal = 0, none = 0;
 #pragma unroll
     for (int u = 0; u < kVectors; ++u)
