@@ -26,7 +26,7 @@ extern "C" __global__ void TOP_K_CLUSTER __launch_bounds__(kThreads, CTAS_PER_SM
     load_row(whole, 0, (shift + a.width + kPack - 1) / kPack, x);
   }
   const Window window = window_of(a, row);
-  if (threadIdx.x == 0 && (kKind != kShort || kByScore)) block.window = window;
+  if (threadIdx.x == 0) block.window = window;
   const bool in_registers = kKind == kShort || window.cover_hi - window.cover_lo <= kThreads * kVectors;
   if (in_registers) {
     if (cluster_rank() == 0) {

@@ -48,6 +48,7 @@ class TopKConfig:
         cluster: CTAs a row.
         bins: of the linear histograms.
         sample_stride: one of so many scores of the first tile enters the sample.
+        sample_vectors: of a thread, where a cluster shares a row.
         whole_rows: loads start before the window is known; for few rows, where latency is the time.
         dtype, index_base, by_score, ties_larger, values: the problem's.
     """
@@ -60,6 +61,7 @@ class TopKConfig:
     cluster: int = 1
     bins: int = 1024
     sample_stride: int = 1
+    sample_vectors: int = 1
     whole_rows: bool = False
     dtype: torch.dtype = torch.float32
     index_base: str = "row"
@@ -72,7 +74,7 @@ class TopKConfig:
         """The kernel's name in traces."""
         dtype = str(self.dtype).removeprefix("torch.")
         parts = [f"top_k_per_row_{self.kind}", dtype, f"t{self.threads}x{self.ctas_per_sm}", f"v{self.vectors}"]
-        parts += [f"c{self.capacity}", f"cl{self.cluster}", f"b{self.bins}s{self.sample_stride}", self.index_base]
+        parts += [f"c{self.capacity}", f"cl{self.cluster}", f"b{self.bins}s{self.sample_stride}{self.sample_vectors}", self.index_base]
         flags = {"whole": self.whole_rows, "score": self.by_score, "larger": self.ties_larger, "values": self.values}
         return "_".join([*parts, *(flag for flag, on in flags.items() if on), "sm90"])
 
@@ -128,6 +130,7 @@ class TopKConfig:
             "CLUSTER": self.cluster,
             "BINS": self.bins,
             "SAMPLE_STRIDE": self.sample_stride,
+            "SAMPLE_VECTORS": self.sample_vectors,
             "WHOLE_ROWS": int(self.whole_rows),
             "DTYPE": DTYPES.index(self.dtype),
             "INDEX_BASE": INDEX_BASES.index(self.index_base),
@@ -144,7 +147,7 @@ def heuristic(problem: TopKProblem, arch: Arch) -> TopKConfig:
     span = width if problem.aligned else width + 16 // problem.dtype.itemsize - 1
     if span <= SHORT_WIDTH:
         if rows >= 512:
-            config = TopKConfig("short", 256, 5, 8)
+            config = TopKConfig("short", 256, 5 if problem.dtype.itemsize == 4 else 4, 8)
         else:
             config = TopKConfig("short", 512, 2, 4, bins=2048, whole_rows=True)
         return _of(problem, config)
@@ -157,8 +160,9 @@ def heuristic(problem: TopKProblem, arch: Arch) -> TopKConfig:
         long_parts = cluster == 2 or width // cluster > SHORT_WIDTH
         if cluster == 8:
             long_parts = rows <= 8 or width > STREAM_WIDTH
-        vectors = 8 if long_parts else 4
-        config = TopKConfig("across", 512, 1, vectors, capacity=8192 if deep else 4096, cluster=cluster)
+        vectors, ctas = (8, 1) if long_parts else (4, 2)  # two CTAs a multiprocessor, or not all clusters find a place
+        samples = 4 if width > STREAM_WIDTH else 1
+        config = TopKConfig("across", 512, ctas, vectors, capacity=8192, cluster=cluster, sample_vectors=samples)
     elif deep:
         config = TopKConfig("stream", 512, 2, 8, capacity=8192, sample_stride=2 if width <= 49152 else 1)
     elif width <= 49152:

@@ -6,8 +6,6 @@
 
 namespace {
 
-constexpr int kSampleVectors = 1;  // of a thread
-
 TOP_K_DEVICE void across_row(const Arguments& a, int row, const Window& window) {
   AcrossPlan& plan = *reinterpret_cast<AcrossPlan*>(dynamic_shared);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -41,24 +39,37 @@ TOP_K_DEVICE void across_row(const Arguments& a, int row, const Window& window) 
   if (threadIdx.x < 4) block.published[threadIdx.x] = 0;
   if (threadIdx.x == 4) block.total = 0, block.before = 0;
 
-  constexpr uint32_t kSamples = kSampleVectors * kThreads * kPack;
-  const float expected = __fdividef(static_cast<float>(k) * kSamples, static_cast<float>(window.length()));
-  const uint32_t wanted = min(kSamples, static_cast<uint32_t>(min(a.overshoot, overshoot(expected)) * expected) + 1);
-  Gate gate = find_gate<kSampleVectors, 1>(sample, wanted, kFull, plan.bins);
+  constexpr float kSamples = kSampleVectors * kThreads * kSampled;
+  const float rate = __fdividef(kSamples, static_cast<float>(window.length())), expected = k * rate;
+  window.prefetch_loose();
+  Gate gate = find_gate<kSampleVectors>(sample, expected, a.overshoot, plan.bins);
+  if (gate.state == Gate::kRough) {
+    uint4 copy[kSampleVectors];
+#pragma unroll
+    for (int i = 0; i < kSampleVectors; ++i) copy[i] = sample[i];
+    refine_gate<kSampleVectors>(copy, expected, a.overshoot, rate, plan.bins);
+    gate.low = block.gate_low;
+    load(x, lo);
+  }
   if (expected < 24.0f) gate.high += 0.5f * (gate.high - gate.low);  // a thin sample: more than k scores may lie above it
   const float scale = linear_scale(gate.low, gate.high, kSharedBins);
-  if (gate.useful) {
+  if (gate.state == Gate::kNone) {
+    cluster_sync();
+    return exact(block.flood);
+  }
+  {
     const Collector collector = {gate.low, again(gate.low, &block.gate[warp]), shared_of(plan.candidates), shared_of(&block.published[0])};
+    if (warp == 0 && rank == 0 && window.head()) collector.collect_loose(window, 0, window.head());
+    if (warp == 0 && rank == kCluster - 1 && window.loose() > window.head())
+      collector.collect_loose(window, window.head(), window.loose());
     for (uint32_t base = lo; base < hi; base += kThreads * kVectors) {
       collector.collect(x, (base + threadIdx.x) * kPack, kThreads * kPack);
       load(x, base + kThreads * kVectors);
     }
-    if (warp == 0 && rank == 0) collector.collect_loose(window, 0, window.head());
-    if (warp == 0 && rank == kCluster - 1) collector.collect_loose(window, window.head(), window.loose());
   }
   __syncthreads();
   const uint32_t count = block.published[0];
-  if (gate.useful && count <= kCapacity) {
+  if (count <= kCapacity) {
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
       const uint32_t bin = clamped_bin(plan.candidates[i].score, gate.low, scale, kSharedBins) - kMagicBits;
       shared_add(shared_of(plan.counts + bin / 2), 1u << (16 * (bin & 1)));
@@ -79,9 +90,9 @@ TOP_K_DEVICE void across_row(const Arguments& a, int row, const Window& window) 
       }
     }
     const uint32_t all = __reduce_add_sync(kFull, of_rank);
-    if (!gate.useful || __any_sync(kFull, of_rank > kCapacity) || all < k || all > 65535u) {
+    if (__any_sync(kFull, of_rank > kCapacity) || all < k || all > 65535u) {
       cluster_sync();
-      return exact(gate.flood);
+      return exact(block.flood);
     }
   }
   __syncthreads();
@@ -105,7 +116,7 @@ TOP_K_DEVICE void across_row(const Arguments& a, int row, const Window& window) 
   const uint32_t need = k - cut.above;
   if (cut.inside > kListed) {
     cluster_sync();
-    return exact(gate.flood);
+    return exact(block.flood);
   }
 
   const uint32_t bitmap = shared_of(plan.bitmap);

@@ -108,6 +108,11 @@ struct Window {
     return score;
   }
 
+  // Brings the scores outside full vectors nearer.
+  TOP_K_DEVICE void prefetch_loose() const {
+    if (threadIdx.x < 2) asm volatile("prefetch.global.L2 [%0];" ::"l"(vectors + (threadIdx.x ? cover_hi - 1 : cover_lo)));
+  }
+
   // NaN for the scores of a vector that lie outside the window.
   TOP_K_DEVICE uint4 mask(const uint4& got, uint32_t vector) const {
     uint32_t words[4] = {got.x, got.y, got.z, got.w};
@@ -157,6 +162,8 @@ struct Block {  // static shared memory
   float gate[32];
   alignas(16) uint32_t published[4];  // to the cluster: candidates, listed, above the bin
   uint32_t candidates, listed, total, before;
+  uint32_t flood;  // a key that many scores around the cut are equal to, or 0
+  float gate_low, high;  // of the sample
   uint64_t lowest[32], highest[32];
   Cut cut;
 };
@@ -316,8 +323,9 @@ TOP_K_DEVICE void write_nothing(const Arguments& a, int row, uint32_t slot) {
   if constexpr (kValues) a.values[row * a.values_stride + slot] = neg_inf();
 }
 
-// `count` positions from shared memory, and -1 up to k.
-TOP_K_DEVICE void write_staged(const Arguments& a, int row, const Window& window, const uint32_t* staged, uint32_t count) {
+// The `count` positions that at(slot) and, for four slots, at_four(slot) tell; -1 up to k.
+template <class At, class AtFour>
+TOP_K_DEVICE void write_all(const Arguments& a, int row, const Window& window, uint32_t count, At at, AtFour at_four) {
   int* out = indices_of(a, row);
   const uint32_t k = a.k;
   if (!kValues && ((reinterpret_cast<uint64_t>(out) & 15) | (k & 3)) == 0) {
@@ -325,16 +333,29 @@ TOP_K_DEVICE void write_staged(const Arguments& a, int row, const Window& window
       return slot < count ? index_of<!kByScore>(a, row, window, position) : -1;
     };
     for (uint32_t slot = threadIdx.x * 4; slot < k; slot += kThreads * 4) {
-      const uint4 four = *reinterpret_cast<const uint4*>(staged + slot);
+      const uint4 four = at_four(slot);
       *reinterpret_cast<int4*>(out + slot) = make_int4(index(four.x, slot), index(four.y, slot + 1),
                                                        index(four.z, slot + 2), index(four.w, slot + 3));
     }
     return;
   }
   for (uint32_t slot = threadIdx.x; slot < k; slot += kThreads) {
-    if (slot < count) write_one(a, row, window, slot, staged[slot]);
+    if (slot < count) write_one(a, row, window, slot, at(slot));
     else write_nothing(a, row, slot);
   }
+}
+
+TOP_K_DEVICE void write_staged(const Arguments& a, int row, const Window& window, const uint32_t* staged, uint32_t count) {
+  write_all(
+      a, row, window, count, [=](uint32_t slot) { return staged[slot]; },
+      [=](uint32_t slot) { return *reinterpret_cast<const uint4*>(staged + slot); });
+}
+
+TOP_K_DEVICE void write_whole_window(const Arguments& a, int row, const Window& window) {
+  const uint32_t start = window.start;
+  write_all(
+      a, row, window, window.length(), [=](uint32_t slot) { return start + slot; },
+      [=](uint32_t slot) { return make_uint4(start + slot, start + slot + 1, start + slot + 2, start + slot + 3); });
 }
 
 // Order "score": the columns that the row's result holds so far, sorted; one CTA, after a barrier.

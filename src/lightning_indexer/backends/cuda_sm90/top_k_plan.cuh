@@ -1,7 +1,7 @@
 // Constants, arguments and shared memory of top_k.cuh.
 //
 // Compile-time, from top_k.py: KERNEL_NAME, KIND, THREADS, CTAS_PER_SM, VECTORS, CAPACITY, CLUSTER, BINS,
-// SAMPLE_STRIDE, WHOLE_ROWS, DTYPE, INDEX_BASE, BY_SCORE, TIES_LARGER, VALUES.
+// SAMPLE_STRIDE, SAMPLE_VECTORS, WHOLE_ROWS, DTYPE, INDEX_BASE, BY_SCORE, TIES_LARGER, VALUES.
 #pragma once
 
 using uint32_t = unsigned int;
@@ -32,6 +32,7 @@ constexpr int kListed = 256;         // scores of the bin where the cut lies tha
 constexpr int kMostK = 4096;
 
 constexpr int kSampled = kPack / SAMPLE_STRIDE;  // scores of a vector that enter the sample
+constexpr int kSampleVectors = SAMPLE_VECTORS;   // of a thread, in a cluster
 
 constexpr int kKeyBins = 1024;
 constexpr int kKeyBits = 10;

@@ -30,11 +30,54 @@ TOP_K_DEVICE void load_row(const Window& window, uint32_t first, uint32_t past, 
   }
 }
 
+// A short row that the list cannot decide: one score floods it, infinities, a NaN among few scores. Reads it again, so
+// that the way here costs the others no registers. `low` and `scale` of the histogram if block.cut is set.
+__device__ __noinline__ void odd_short_row(const Arguments& a, int row, float low, float scale, uint32_t high_key) {
+  const Window window = block.window;
+  const Cut cut = block.cut;
+  uint32_t hint = high_key;
+  if (cut.inside > 0) {  // the lowest score of the bin of the cut
+    const float lowest = cut.bin == 0 ? neg_inf() : kMagic + cut.bin;
+    uint32_t key = kFull;
+    each_block(window, {window.cover_lo, window.cover_hi}, [&](const uint4(&x)[kVectors], uint32_t) {
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u)
+#pragma unroll
+        for (int c = 0; c < kPack; ++c) {
+          const float score = score_in(x[u], c);
+          if (linear_bin(score, low, scale) >= lowest) key = min(key, key_of(score));
+        }
+      return true;
+    });
+    if (threadIdx.x == 0) block.flood = kFull;
+    __syncthreads();
+    key = __reduce_min_sync(kFull, key);
+    if ((threadIdx.x & 31) == 0) atomicMin(&block.flood, key);
+    __syncthreads();
+    hint = block.flood;
+  }
+  exact_row<false>(a, row, hint);
+}
+
 // A row in registers: `x` as load_row left it, `count` vectors from `first` on.
 TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, uint32_t first, uint4 (&x)[kVectors]) {
   ShortPlan& plan = *reinterpret_cast<ShortPlan*>(dynamic_shared);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const uint32_t of_warp = warp * 32 * kVectors, own = of_warp + lane, count = window.cover_hi - first, k = a.k;
+  if (window.length() <= k) {  // all of them, unless one is NaN; scores beside the window that are only cost time
+    bool numbers = true;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      if (of_warp + u * 32 >= count) continue;
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) {
+        const float score = score_in(x[u], c);
+        numbers &= score == score || own + u * 32 >= count;
+      }
+    }
+    if (__syncthreads_and(numbers)) return write_whole_window(a, row, window);
+    return exact_row<false>(a, row, 0);
+  }
   clear(plan.bins, kBins);
   plan.chosen[threadIdx.x] = 0;
   if (threadIdx.x == 0) block.listed = 0, block.cut.inside = 0;
@@ -65,7 +108,7 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
   high_key = __reduce_max_sync(kFull, lane < kWarps ? block.warp_b[lane] : 0);
   low = score_of(low_key), high = score_of(high_key);
   const float scale = linear_scale(low, high, kBins);
-  bool listed = low_key < high_key && scale > 0 && high < pos_inf() && window.length() > k;
+  bool listed = low_key < high_key && scale > 0 && high < pos_inf();
   if (listed) {
     const uint32_t base = shared_of(plan.bins) - 4u * kMagicBits;
 #pragma unroll
@@ -80,7 +123,7 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
   }
 
   uint32_t chosen = 0;
-  if (listed) {
+  if (listed) {  // else: fewer finite scores than k, or many about equal
     const Cut cut = block.cut;
     const uint32_t need = k - cut.above;
     const float lowest = cut.bin == 0 ? neg_inf() : kMagic + cut.bin;
@@ -114,21 +157,8 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
     }
     __syncthreads();
     chosen |= plan.chosen[threadIdx.x];
-  } else {  // floods of one score, infinities, fewer than k scores
-    Threshold threshold = {neg_inf(), kEveryTie};
-    if (window.length() > k)
-      threshold = select_by_key<false>(k, plan.bins, nullptr, HeldScores{x});
-    uint32_t equal = 0, none = 0;
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u)
-#pragma unroll
-      for (int c = 0; c < kPack; ++c) {
-        const float score = score_in(x[u], c);
-        if (score > threshold.score) chosen |= 1u << (kPack * u + c);
-        if (score == threshold.score) equal |= 1u << (kPack * u + c);
-      }
-    chosen = with_ties(chosen, equal, threshold, none, block.warp_a);
-    __syncthreads();
+  } else {
+    return odd_short_row(a, row, low, scale, high_key);
   }
 
   const uint32_t staged = shared_of(plan.staged);
@@ -149,10 +179,9 @@ TOP_K_DEVICE float overshoot(float n) {
 }
 
 struct Gate {
-  float low;      // candidates are the scores at or above it
-  float high;     // of the sample
-  uint32_t flood;  // a key that most of the sample around the cut is equal to, or 0
-  bool useful;    // a streaming pass will do
+  float low;   // candidates are the scores at or above it
+  float high;  // of the sample
+  enum { kGood, kRough, kNone } state;  // rough: too many of the sample in one bin; none: nothing finite
 };
 
 // The sampled score c of vector i; in turn the even and the odd ones, so that strided contents do not alias.
@@ -161,11 +190,18 @@ TOP_K_DEVICE float sampled(const uint4& vector, int c, int i) {
   return score_in(vector, c * kStride + (kStride > 1 ? i % kStride : 0));
 }
 
-// A gate which about `wanted` scores of the sample pass. `bins` are clear and are left dirty. `most`: as many scores
-// of the sample may be equal to the gate before the candidates overflow.
-template <int kCount, int kStride>
-TOP_K_DEVICE Gate find_gate(const uint4 (&x)[kCount], uint32_t wanted, uint32_t most, uint32_t* bins) {
-  constexpr int kScores = kPack / kStride;
+TOP_K_DEVICE uint32_t sample_wanted(float expected, float most_overshoot, int vectors) {
+  return min(static_cast<uint32_t>(vectors * kSampled * kThreads),
+             static_cast<uint32_t>(min(most_overshoot, overshoot(expected)) * expected) + 1);
+}
+
+TOP_K_DEVICE uint32_t sample_fine(uint32_t wanted) { return max(24u, wanted >> 3); }
+
+// A gate that k scores and a few more should pass; `expected` scores of the sample are in the top k.
+// Clear `bins` are left dirty.
+template <int kCount>
+TOP_K_DEVICE Gate find_gate(const uint4 (&x)[kCount], float expected, float most_overshoot, uint32_t* bins) {
+  constexpr int kStride = SAMPLE_STRIDE, kScores = kSampled;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   float low = pos_inf(), high = neg_inf();
 #pragma unroll
@@ -181,9 +217,13 @@ TOP_K_DEVICE Gate find_gate(const uint4 (&x)[kCount], uint32_t wanted, uint32_t 
   __syncthreads();
   low_key = __reduce_min_sync(kFull, lane < kWarps ? block.warp_a[lane] : kFull);
   high_key = __reduce_max_sync(kFull, lane < kWarps ? block.warp_b[lane] : 0);
-  if (low_key > high_key) return {0, 0, kKeyNegInf, false};  // nothing finite
-  if (low_key == high_key) return {0, 0, low_key, false};
+  if (low_key >= high_key) {  // nothing finite, or one score
+    if (threadIdx.x == 0) block.flood = low_key > high_key ? kKeyNegInf : low_key;
+    return {score_of(low_key + 1), score_of(high_key), low_key > high_key ? Gate::kNone : Gate::kGood};
+  }
+  if (threadIdx.x == 0) block.flood = 0;
   low = score_of(low_key), high = score_of(high_key);
+  const uint32_t wanted = sample_wanted(expected, most_overshoot, kCount);
   const float scale = linear_scale(low, high, kBins);
   const uint32_t base = shared_of(bins) - 4u * kMagicBits;
 #pragma unroll
@@ -192,23 +232,26 @@ TOP_K_DEVICE Gate find_gate(const uint4 (&x)[kCount], uint32_t wanted, uint32_t 
     for (int c = 0; c < kScores; ++c) count_bin(base, sampled<kStride>(x[i], c, i), low, scale, kBins);
   __syncthreads();
   find_cut<kBins>(bins, wanted, block.warp_c, &block.cut);
-  Gate gate = {low, high, 0, true};
+  Gate gate = {low, high, Gate::kGood};
   if (scale > 0) gate.low = fmaf(__fdividef(high - low, kBins - 1), static_cast<float>(block.cut.bin) - 0.5f, low);
-  const uint32_t fine = max(24u, wanted >> 3);
-  if (block.cut.inside <= fine) return gate;
+  if (block.cut.inside > sample_fine(wanted)) gate.state = Gate::kRough;
+  return gate;
+}
 
-  // Badly spread over linear bins: on keys.
+// The same on keys, for a sample badly spread over linear bins; the result is in block.gate_low. `x`: the thread's copy.
+template <int kCount>
+__device__ __noinline__ void refine_gate(const uint4* x, float expected, float most_overshoot, float rate, uint32_t* bins) {
+  const uint32_t wanted = sample_wanted(expected, most_overshoot, kCount), fine = sample_fine(wanted);
   uint32_t from = 0, to = kFull, need = wanted;
   while (true) {
     const int width = 32 - __clz(to - from), shift = width > kKeyBits ? width - kKeyBits : 0;
     __syncthreads();
     clear(bins, kKeyBins);
     __syncthreads();
-#pragma unroll
     for (int i = 0; i < kCount; ++i)
 #pragma unroll
-      for (int c = 0; c < kScores; ++c) {
-        const uint32_t key = key_of(sampled<kStride>(x[i], c, i));
+      for (int c = 0; c < kSampled; ++c) {
+        const uint32_t key = key_of(sampled<SAMPLE_STRIDE>(x[i], c, i));
         if (key >= from && key <= to) shared_add(shared_of(bins + ((key - from) >> shift)), 1);
       }
     __syncthreads();
@@ -218,13 +261,14 @@ TOP_K_DEVICE Gate find_gate(const uint4 (&x)[kCount], uint32_t wanted, uint32_t 
     need -= block.cut.above;
     if (shift == 0 || block.cut.inside <= fine) break;
   }
-  const uint32_t lowest = max(from, kKeyNegInf);
-  gate.low = score_of(lowest);
+  uint32_t key = max(from, kKeyNegInf);
   if (from == to) {
-    gate.flood = lowest;
-    gate.useful = wanted - need + block.cut.inside <= most;
+    if (threadIdx.x == 0) block.flood = key;
+    // More scores are equal to the gate than there is room for: only those above it.
+    if (wanted - need + block.cut.inside > 0.85f * kCapacity * rate) ++key;
   }
-  return gate;
+  if (threadIdx.x == 0) block.gate_low = score_of(key);
+  __syncthreads();
 }
 
 // The same number, which ptxas does not know to be the same: it would keep the predicates of the counting compares as
@@ -356,24 +400,37 @@ TOP_K_DEVICE void stream_row(const Arguments& a, int row, const Window& window) 
   clear(plan.bitmap, a.bitmap_words);
   if (threadIdx.x == 0) block.candidates = 0, block.listed = 0;
 
-  const uint32_t samples = (chunks + tiles - 1) / tiles * 32 * kSampled;
-  const float rate = __fdividef(static_cast<float>(samples), static_cast<float>(window.length())), expected = k * rate;
-  const uint32_t wanted = min(samples, static_cast<uint32_t>(min(a.overshoot, overshoot(expected)) * expected) + 1);
-  const Gate gate = find_gate<kVectors, SAMPLE_STRIDE>(x, wanted, static_cast<uint32_t>(0.85f * kCapacity * rate), plan.bins);
+  window.prefetch_loose();
+  const float samples = (chunks + tiles - 1) / tiles * 32 * kSampled;
+  const float rate = __fdividef(samples, static_cast<float>(window.length()));
+  Gate gate = find_gate<kVectors>(x, k * rate, a.overshoot, plan.bins);
+  if (gate.state == Gate::kRough) {
+    uint4 copy[kVectors];
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) copy[u] = x[u];
+    refine_gate<kVectors>(copy, k * rate, a.overshoot, rate, plan.bins);
+    gate.low = block.gate_low;
+    load(x, 0);  // again: nothing of it need survive the call
+  }
+  if (gate.state == Gate::kNone) {
+    __syncthreads();
+    return exact_row<false>(a, row, block.flood);
+  }
   clear(plan.bins, kBins);
-  if (gate.useful) {
+  if (threadIdx.x == 0) block.high = gate.high;
+  {
     const Collector collector = {gate.low, again(gate.low, &block.gate[warp]), shared_of(plan.candidates), shared_of(&block.candidates)};
+    if (warp == 0 && block.window.loose()) collector.collect_loose(block.window, 0, block.window.loose());
     for (uint32_t tile = 0; tile < tiles; ++tile) {
       collector.collect(x, (own + tile * 32) * kPack, apart * kPack);
       if (tile + 1 < tiles) load(x, tile + 1);
     }
-    if (warp == 0 && block.window.loose()) collector.collect_loose(block.window, 0, block.window.loose());
   }
   __syncthreads();
   const uint32_t count = block.candidates;
-  if (!gate.useful || count < k || count > kCapacity) return exact_row<false>(a, row, gate.flood);
+  if (count < k || count > kCapacity) return exact_row<false>(a, row, block.flood);
 
-  const float scale = linear_scale(gate.low, gate.high, kBins);
+  const float scale = linear_scale(gate.low, block.high, kBins);
   const uint32_t base = shared_of(plan.bins) - 4u * kMagicBits;
 #pragma unroll 4
   for (uint32_t i = threadIdx.x; i < count; i += kThreads) count_bin(base, plan.candidates[i].score, gate.low, scale, kBins);
