@@ -147,7 +147,7 @@ def heuristic(problem: TopKProblem, arch: Arch) -> TopKConfig:
     span = width if problem.aligned else width + 16 // problem.dtype.itemsize - 1
     if span <= SHORT_WIDTH:
         if rows >= 512:
-            config = TopKConfig("short", 256, 5 if problem.dtype.itemsize == 4 else 4, 8)
+            config = TopKConfig("short", 256, 5, 8)
         else:
             config = TopKConfig("short", 512, 2, 4, bins=2048, whole_rows=True)
         return _of(problem, config)

@@ -58,7 +58,7 @@ TOP_K_DEVICE void across_row(const Arguments& a, int row, const Window& window) 
     return exact(block.flood);
   }
   {
-    const Collector collector = {gate.low, again(gate.low, &block.gate[warp]), shared_of(plan.candidates), shared_of(&block.published[0])};
+    const Collector collector = {gate.low, again(gate.low), shared_of(plan.candidates), shared_of(&block.published[0])};
     if (warp == 0 && rank == 0 && window.head()) collector.collect_loose(window, 0, window.head());
     if (warp == 0 && rank == kCluster - 1 && window.loose() > window.head())
       collector.collect_loose(window, window.head(), window.loose());

@@ -79,6 +79,14 @@ TOP_K_DEVICE void clear(uint32_t* words, int count) {  // a multiple of four
   for (int i = threadIdx.x; i < count / 4; i += kThreads) reinterpret_cast<uint4*>(words)[i] = make_uint4(0, 0, 0, 0);
 }
 
+// A warp's number, read again from where it lies in shared memory: ptxas does not know that it is the same, and so keeps
+// no predicates from use to use.
+TOP_K_DEVICE uint32_t fresh(const uint32_t* slot) {
+  uint32_t value;
+  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(value) : "r"(shared_of(slot)) : "memory");
+  return value;
+}
+
 // ---- a row ----
 
 // Positions below count from the 16-byte boundary at or before the row's first score, so that vectors are aligned
@@ -159,7 +167,7 @@ TOP_K_DEVICE Window window_of(const Arguments& a, int row) {
 struct Block {  // static shared memory
   Window window;  // registers are scarce while a row streams by
   uint32_t warp_a[32], warp_b[32], warp_c[32], warp_d[32];
-  float gate[32];
+  uint32_t fresh[32];
   alignas(16) uint32_t published[4];  // to the cluster: candidates, listed, above the bin
   uint32_t candidates, listed, total, before;
   uint32_t flood;  // a key that many scores around the cut are equal to, or 0
@@ -283,6 +291,8 @@ TOP_K_DEVICE uint32_t in_order(uint32_t mask, uint32_t* warps, Put put) {
 #pragma unroll
   for (int u = 0; u < kVectors; ++u) {
     const int i = u / kFields, f = u % kFields * kField;
+    const uint32_t count = (total[i] >> f) & ((1u << kField) - 1);
+    if (count == 0) continue;
     uint32_t slot = base + ((before[i] >> f) & ((1u << kField) - 1));
 #pragma unroll
     for (int c = 0; c < kPack; ++c) {
@@ -291,7 +301,7 @@ TOP_K_DEVICE uint32_t in_order(uint32_t mask, uint32_t* warps, Put put) {
         ++slot;
       }
     }
-    base += (total[i] >> f) & ((1u << kField) - 1);
+    base += count;
   }
   return block_total(warps);
 }

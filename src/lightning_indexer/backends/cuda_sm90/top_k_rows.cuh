@@ -64,11 +64,16 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
   ShortPlan& plan = *reinterpret_cast<ShortPlan*>(dynamic_shared);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const uint32_t of_warp = warp * 32 * kVectors, own = of_warp + lane, count = window.cover_hi - first, k = a.k;
+  const int held = (static_cast<int>(count - of_warp) + 31) / 32;  // vectors of the warp that hold scores, over 32
+  if (lane == 0) block.fresh[warp] = held;
+  __syncwarp();
+  int live;
   if (window.length() <= k) {  // all of them, unless one is NaN; scores beside the window that are only cost time
     bool numbers = true;
+    live = fresh(&block.fresh[warp]);
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      if (of_warp + u * 32 >= count) continue;
+      if (u >= live) continue;
 #pragma unroll
       for (int c = 0; c < kPack; ++c) {
         const float score = score_in(x[u], c);
@@ -90,9 +95,10 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
   }
 
   float low = pos_inf(), high = neg_inf();
+  live = fresh(&block.fresh[warp]);
 #pragma unroll
   for (int u = 0; u < kVectors; ++u) {
-    if (of_warp + u * 32 >= count) continue;
+    if (u >= live) continue;
 #pragma unroll
     for (int c = 0; c < kPack; ++c) {
       const float score = score_in(x[u], c);
@@ -111,9 +117,10 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
   bool listed = low_key < high_key && scale > 0 && high < pos_inf();
   if (listed) {
     const uint32_t base = shared_of(plan.bins) - 4u * kMagicBits;
+    live = fresh(&block.fresh[warp]);
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      if (of_warp + u * 32 >= count) continue;
+      if (u >= live) continue;
 #pragma unroll
       for (int c = 0; c < kPack; ++c) count_number(base, score_in(x[u], c), low, scale);
     }
@@ -129,9 +136,10 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
     const float lowest = cut.bin == 0 ? neg_inf() : kMagic + cut.bin;
     const float highest = cut.bin == kBins - 1 ? pos_inf() : kMagic + cut.bin;
     uint32_t upward = 0;
+    live = fresh(&block.fresh[warp]);
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      if (of_warp + u * 32 >= count) continue;
+      if (u >= live) continue;
 #pragma unroll
       for (int c = 0; c < kPack; ++c)
         compare(chosen, upward, linear_bin(score_in(x[u], c), low, scale), highest, lowest, 1u << (kPack * u + c));
@@ -140,7 +148,7 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
       const int bit = 31 - __clz(rest & -rest);
       const uint32_t relative = (own + bit / kPack * 32) * kPack + bit % kPack;
       // Read again: shorter than choosing among registers.
-      const float score = window.score(first * kPack + relative);
+      const float score = block.window.score(first * kPack + relative);
       plan.listed[shared_fetch_add(shared_of(&block.listed), 1)] = order_of(score, relative);
     }
     __syncthreads();
@@ -167,7 +175,7 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(staged + slot * 4), "r"(mine + u * 32 * kPack + c) : "memory");
   });
   __syncthreads();
-  write_staged(a, row, window, plan.staged, total);
+  write_staged(a, row, block.window, plan.staged, total);
 }
 
 // ---- a row longer than the registers ----
@@ -271,14 +279,13 @@ __device__ __noinline__ void refine_gate(const uint4* x, float expected, float m
   __syncthreads();
 }
 
-// The same number, which ptxas does not know to be the same: it would keep the predicates of the counting compares as
-// bits, at three instructions each, where comparing again takes one.
-TOP_K_DEVICE float again(float score, float* slot) {
-  if ((threadIdx.x & 31) == 0) *slot = score;
+// The gate once more, for the second of two equal compares: the predicates of the first as bits in a register would cost
+// three instructions each, where comparing again takes one.
+TOP_K_DEVICE float again(float gate) {
+  uint32_t* slot = &block.fresh[threadIdx.x >> 5];
+  if ((threadIdx.x & 31) == 0) *slot = __float_as_uint(gate);
   __syncwarp();
-  float same;
-  asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(same) : "r"(shared_of(slot)) : "memory");
-  return same;
+  return __uint_as_float(fresh(slot));
 }
 
 struct Collector {  // keeps the scores at or above the gate
@@ -419,7 +426,7 @@ TOP_K_DEVICE void stream_row(const Arguments& a, int row, const Window& window) 
   clear(plan.bins, kBins);
   if (threadIdx.x == 0) block.high = gate.high;
   {
-    const Collector collector = {gate.low, again(gate.low, &block.gate[warp]), shared_of(plan.candidates), shared_of(&block.candidates)};
+    const Collector collector = {gate.low, again(gate.low), shared_of(plan.candidates), shared_of(&block.candidates)};
     if (warp == 0 && block.window.loose()) collector.collect_loose(block.window, 0, block.window.loose());
     for (uint32_t tile = 0; tile < tiles; ++tile) {
       collector.collect(x, (own + tile * 32) * kPack, apart * kPack);
