@@ -17,7 +17,8 @@
 #endif
 
 extern "C" __global__ void TOP_K_CLUSTER __launch_bounds__(kThreads, CTAS_PER_SM) KERNEL_NAME(const __grid_constant__ Arguments a) {
-  const int row = blockIdx.x / kCluster;
+  // From the last row on: in causal windows the long ones, so that the short ones fill the end.
+  const int row = (gridDim.x - 1 - blockIdx.x) / kCluster;
   uint4 x[kVectors];
   if constexpr (kKind == kShort && kWholeRows) {  // few rows: the loads need not wait for the window
     uint32_t shift;
@@ -36,7 +37,7 @@ extern "C" __global__ void TOP_K_CLUSTER __launch_bounds__(kThreads, CTAS_PER_SM
     }
   } else if constexpr (kKind == kStream) {
     if (a.bitmap_words) stream_row(a, row, window);
-    else exact_row<false>(a, row, 0);
+    else exact_row<false>(a, row, 0, 0.0f, 0);
   } else if constexpr (kKind == kAcross) {
     across_row(a, row, window);
   }

@@ -161,8 +161,7 @@ def heuristic(problem: TopKProblem, arch: Arch) -> TopKConfig:
         if cluster == 8:
             long_parts = rows <= 8 or width > STREAM_WIDTH
         vectors, ctas = (8, 1) if long_parts else (4, 2)  # two CTAs a multiprocessor, or not all clusters find a place
-        samples = 4 if width > STREAM_WIDTH else 1
-        config = TopKConfig("across", 512, ctas, vectors, capacity=8192, cluster=cluster, sample_vectors=samples)
+        config = TopKConfig("across", 512, ctas, vectors, capacity=8192, cluster=cluster)
     elif deep:
         config = TopKConfig("stream", 512, 2, 8, capacity=8192, sample_stride=2 if width <= 49152 else 1)
     elif width <= 49152:

@@ -10,7 +10,7 @@ TOP_K_DEVICE void across_row(const Arguments& a, int row, const Window& window) 
   AcrossPlan& plan = *reinterpret_cast<AcrossPlan*>(dynamic_shared);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const uint32_t rank = cluster_rank(), k = a.k;
-  auto exact = [&](uint32_t hint) { exact_row<true>(a, row, hint); };
+  auto exact = [&](uint32_t hint) { exact_row<true>(a, row, hint, 0.0f, 0); };
   if (a.bitmap_words == 0) return exact(0);
 
   const uint32_t vectors = window.full_hi - window.full_lo, share = ((vectors + kCluster - 1) / kCluster + 31) & ~31u;
@@ -114,9 +114,20 @@ TOP_K_DEVICE void across_row(const Arguments& a, int row, const Window& window) 
   }
   const Cut cut = block.cut;
   const uint32_t need = k - cut.above;
-  if (cut.inside > kListed) {
+  if (cut.inside > kListed) {  // perhaps its lowest score is all of it
+    uint32_t key = kFull;
+    if (threadIdx.x == 0) block.published[3] = kFull;
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      const float score = plan.candidates[i].score;
+      if (clamped_bin(score, gate.low, scale, kSharedBins) - kMagicBits == cut.bin) key = min(key, key_of(score));
+    }
+    key = __reduce_min_sync(kFull, key);
+    if (lane == 0) atomicMin(&block.published[3], key);
     cluster_sync();
-    return exact(block.flood);
+    key = __reduce_min_sync(kFull, lane < kCluster ? remote_word(remote(&block.published[3], lane)) : kFull);
+    cluster_sync();
+    return exact(key);
   }
 
   const uint32_t bitmap = shared_of(plan.bitmap);

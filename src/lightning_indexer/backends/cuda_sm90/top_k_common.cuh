@@ -342,6 +342,7 @@ TOP_K_DEVICE void write_all(const Arguments& a, int row, const Window& window, u
     auto index = [&](uint32_t position, uint32_t slot) {
       return slot < count ? index_of<!kByScore>(a, row, window, position) : -1;
     };
+#pragma unroll 1
     for (uint32_t slot = threadIdx.x * 4; slot < k; slot += kThreads * 4) {
       const uint4 four = at_four(slot);
       *reinterpret_cast<int4*>(out + slot) = make_int4(index(four.x, slot), index(four.y, slot + 1),
@@ -349,6 +350,7 @@ TOP_K_DEVICE void write_all(const Arguments& a, int row, const Window& window, u
     }
     return;
   }
+#pragma unroll 1
   for (uint32_t slot = threadIdx.x; slot < k; slot += kThreads) {
     if (slot < count) write_one(a, row, window, slot, at(slot));
     else write_nothing(a, row, slot);
@@ -361,7 +363,8 @@ TOP_K_DEVICE void write_staged(const Arguments& a, int row, const Window& window
       [=](uint32_t slot) { return *reinterpret_cast<const uint4*>(staged + slot); });
 }
 
-TOP_K_DEVICE void write_whole_window(const Arguments& a, int row, const Window& window) {
+__device__ __noinline__ void write_whole_window(const Arguments& a, int row) {
+  const Window window = block.window;
   const uint32_t start = window.start;
   write_all(
       a, row, window, window.length(), [=](uint32_t slot) { return start + slot; },

@@ -137,10 +137,11 @@ struct PartScores {  // of a part of the row, from memory
   }
 };
 
-// Writes the row's result, whatever the row holds. `hint` is a key that may well be the k-th, or 0. A cluster enters
-// together, with nothing in flight between its CTAs.
+// Writes the row's result, whatever the row holds. `hint` is a key that may well be the k-th, or 0; `known` scores are
+// at or above `gate` (one CTA only; if not the next one above the hint, of no use). A cluster enters together, with
+// nothing in flight between its CTAs.
 template <bool kShared>
-__device__ __noinline__ void exact_row(const Arguments& a, int row, uint32_t hint) {
+__device__ __noinline__ void exact_row(const Arguments& a, int row, uint32_t hint, float gate, uint32_t known) {
   uint32_t* bins = reinterpret_cast<uint32_t*>(dynamic_shared);
   uint32_t* sums = bins + kKeyBins;
   const Window window = block.window;
@@ -193,8 +194,38 @@ __device__ __noinline__ void exact_row(const Arguments& a, int row, uint32_t hin
     }
   };
 
+  // The pass in order: returns the slot after this CTA's last.
+  auto write_in_order = [&](const Threshold& threshold, const Count& before) {
+    uint32_t ties = before.equal, written = before.above + threshold.ties_before(before.equal);
+    each_block(window, part, [&](const uint4(&x)[kVectors], uint32_t first) {
+      uint32_t above = 0, equal = 0;
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u)
+#pragma unroll
+        for (int c = 0; c < kPack; ++c) {
+          const float got = score_in(x[u], c);
+          if (got > threshold.score) above |= 1u << (kPack * u + c);
+          if (got == threshold.score) equal |= 1u << (kPack * u + c);
+        }
+      __syncthreads();  // the block before has read its counts
+      const uint32_t chosen = with_ties(above, equal, threshold, ties, block.warp_c);
+      written += in_order(chosen, block.warp_d, [&](uint32_t slot, int u, int c) {
+        write_one(a, row, window, written + slot, (first + u * 32) * kPack + c);
+      });
+      return written < k;
+    });
+    return written;
+  };
+
   Threshold threshold = {neg_inf(), kEveryTie};
   bool counted = false, found = window.length() <= k;
+  if (!kShared && !kTiesLarger && !found && hint && key_of(gate) == hint + 1 && known < k) {
+    // The first k - known equal to the hint, if there are so many: the pass in order will see.
+    threshold = tie_threshold(score_of(hint), k - known, 0);
+    if (write_in_order(threshold, {0, 0}) == k) return;
+    threshold = {neg_inf(), kEveryTie};
+    __syncthreads();
+  }
   if (!found && hint) {
     threshold.score = score_of(hint);
     count(threshold.score);
@@ -209,25 +240,8 @@ __device__ __noinline__ void exact_row(const Arguments& a, int row, uint32_t hin
   if (kShared && !counted) count(threshold.score);
   if (!kShared) before = {0, 0};
 
-  uint32_t ties = before.equal, written = before.above + threshold.ties_before(before.equal);
   if (counted && all.above + all.equal == 0) part.hi = part.lo;  // not one number
-  each_block(window, part, [&](const uint4(&x)[kVectors], uint32_t first) {
-    uint32_t above = 0, equal = 0;
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u)
-#pragma unroll
-      for (int c = 0; c < kPack; ++c) {
-        const float got = score_in(x[u], c);
-        if (got > threshold.score) above |= 1u << (kPack * u + c);
-        if (got == threshold.score) equal |= 1u << (kPack * u + c);
-      }
-    __syncthreads();  // the block before has read its counts
-    const uint32_t chosen = with_ties(above, equal, threshold, ties, block.warp_c);
-    written += in_order(chosen, block.warp_d, [&](uint32_t slot, int u, int c) {
-      write_one(a, row, window, written + slot, (first + u * 32) * kPack + c);
-    });
-    return written < k;
-  });
+  const uint32_t written = write_in_order(threshold, before);
   if (rank + 1 == ranks)
     for (uint32_t slot = written + threadIdx.x; slot < k; slot += kThreads) write_nothing(a, row, slot);
 }

@@ -31,32 +31,65 @@ TOP_K_DEVICE void load_row(const Window& window, uint32_t first, uint32_t past, 
 }
 
 // A short row that the list cannot decide: one score floods it, infinities, a NaN among few scores. Reads it again, so
-// that the way here costs the others no registers. `low` and `scale` of the histogram if block.cut is set.
-__device__ __noinline__ void odd_short_row(const Arguments& a, int row, float low, float scale, uint32_t high_key) {
+// that the way here costs the others no registers. `low` and `scale` of the histogram if block.cut is set;
+// else block.flood is the key of the highest score.
+__device__ __noinline__ void odd_short_row(const Arguments& a, int row, float low, float scale) {
   const Window window = block.window;
   const Cut cut = block.cut;
-  uint32_t hint = high_key;
-  if (cut.inside > 0) {  // the lowest score of the bin of the cut
-    const float lowest = cut.bin == 0 ? neg_inf() : kMagic + cut.bin;
-    uint32_t key = kFull;
-    each_block(window, {window.cover_lo, window.cover_hi}, [&](const uint4(&x)[kVectors], uint32_t) {
+  const uint32_t k = a.k;
+  uint4 x[kVectors];
+  load_row(window, window.cover_lo, window.cover_hi, x);
+  const uint32_t own = (threadIdx.x >> 5) * 32 * kVectors + (threadIdx.x & 31), first = window.cover_lo + own;
 #pragma unroll
-      for (int u = 0; u < kVectors; ++u)
-#pragma unroll
-        for (int c = 0; c < kPack; ++c) {
-          const float score = score_in(x[u], c);
-          if (linear_bin(score, low, scale) >= lowest) key = min(key, key_of(score));
-        }
-      return true;
+  for (int u = 0; u < kVectors; ++u)
+    if (first + u * 32 < window.cover_hi && window.partial(first + u * 32)) x[u] = window.mask(x[u], first + u * 32);
+
+  Threshold threshold = {neg_inf(), kEveryTie};
+  if (window.length() > k) {
+    if (threadIdx.x == 0 && cut.inside > 0) block.flood = kFull;
+    if (threadIdx.x < 2) block.published[threadIdx.x] = 0;
+    __syncthreads();
+    if (cut.inside > 0) {  // perhaps the lowest score of the bin of the cut is all of it
+      const float lowest = cut.bin == 0 ? neg_inf() : kMagic + cut.bin;
+      uint32_t key = kFull;
+      HeldScores{x}([&](float score) {
+        if (linear_bin(score, low, scale) >= lowest) key = min(key, key_of(score));
+      });
+      key = __reduce_min_sync(kFull, key);
+      if ((threadIdx.x & 31) == 0) atomicMin(&block.flood, key);
+      __syncthreads();
+    }
+    const float flood = score_of(block.flood);
+    uint32_t above = 0, equal = 0;
+    HeldScores{x}([&](float score) {
+      above += score > flood;
+      equal += score == flood;
     });
-    if (threadIdx.x == 0) block.flood = kFull;
+    above = __reduce_add_sync(kFull, above);
+    equal = __reduce_add_sync(kFull, equal);
+    if ((threadIdx.x & 31) == 0) {
+      shared_add(shared_of(&block.published[0]), above);
+      shared_add(shared_of(&block.published[1]), equal);
+    }
     __syncthreads();
-    key = __reduce_min_sync(kFull, key);
-    if ((threadIdx.x & 31) == 0) atomicMin(&block.flood, key);
-    __syncthreads();
-    hint = block.flood;
+    above = block.published[0], equal = block.published[1];
+    if (above < k && above + equal >= k) threshold = tie_threshold(flood, k - above, equal);
+    else threshold = select_by_key<false>(k, reinterpret_cast<uint32_t*>(dynamic_shared), nullptr, HeldScores{x});
   }
-  exact_row<false>(a, row, hint);
+  uint32_t above = 0, equal = 0, ties = 0;
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u)
+#pragma unroll
+    for (int c = 0; c < kPack; ++c) {
+      const float score = score_in(x[u], c);
+      if (score > threshold.score) above |= 1u << (kPack * u + c);
+      if (score == threshold.score) equal |= 1u << (kPack * u + c);
+    }
+  const uint32_t chosen = with_ties(above, equal, threshold, ties, block.warp_a);
+  const uint32_t total = in_order(chosen, block.warp_d, [&](uint32_t slot, int u, int c) {
+    write_one(a, row, window, slot, (first + u * 32) * kPack + c);
+  });
+  for (uint32_t slot = total + threadIdx.x; slot < k; slot += kThreads) write_nothing(a, row, slot);
 }
 
 // A row in registers: `x` as load_row left it, `count` vectors from `first` on.
@@ -80,8 +113,8 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
         numbers &= score == score || own + u * 32 >= count;
       }
     }
-    if (__syncthreads_and(numbers)) return write_whole_window(a, row, window);
-    return exact_row<false>(a, row, 0);
+    if (__syncthreads_and(numbers)) return write_whole_window(a, row);
+    return odd_short_row(a, row, 0.0f, 0.0f);
   }
   clear(plan.bins, kBins);
   plan.chosen[threadIdx.x] = 0;
@@ -113,6 +146,7 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
   low_key = __reduce_min_sync(kFull, lane < kWarps ? block.warp_a[lane] : kFull);
   high_key = __reduce_max_sync(kFull, lane < kWarps ? block.warp_b[lane] : 0);
   low = score_of(low_key), high = score_of(high_key);
+  if (threadIdx.x == 0) block.flood = high_key;
   const float scale = linear_scale(low, high, kBins);
   bool listed = low_key < high_key && scale > 0 && high < pos_inf();
   if (listed) {
@@ -148,7 +182,7 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
       const int bit = 31 - __clz(rest & -rest);
       const uint32_t relative = (own + bit / kPack * 32) * kPack + bit % kPack;
       // Read again: shorter than choosing among registers.
-      const float score = block.window.score(first * kPack + relative);
+      const float score = block.window.score((kWholeRows ? 0 : block.window.cover_lo) * kPack + relative);
       plan.listed[shared_fetch_add(shared_of(&block.listed), 1)] = order_of(score, relative);
     }
     __syncthreads();
@@ -166,16 +200,22 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
     __syncthreads();
     chosen |= plan.chosen[threadIdx.x];
   } else {
-    return odd_short_row(a, row, low, scale, high_key);
+    return odd_short_row(a, row, low, scale);
   }
 
+  const uint32_t mine = ((kWholeRows ? 0 : block.window.cover_lo) + own) * kPack;
+  if constexpr (kWholeRows) {  // few rows: one barrier less
+    in_order(chosen, block.warp_d, [&](uint32_t slot, int u, int c) {
+      write_one(a, row, block.window, slot, mine + u * 32 * kPack + c);
+    });
+    return;
+  }
   const uint32_t staged = shared_of(plan.staged);
-  const uint32_t mine = (first + own) * kPack;
-  const uint32_t total = in_order(chosen, block.warp_d, [&](uint32_t slot, int u, int c) {
+  in_order(chosen, block.warp_d, [&](uint32_t slot, int u, int c) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(staged + slot * 4), "r"(mine + u * 32 * kPack + c) : "memory");
   });
   __syncthreads();
-  write_staged(a, row, block.window, plan.staged, total);
+  write_staged(a, row, block.window, plan.staged, k);
 }
 
 // ---- a row longer than the registers ----
@@ -421,7 +461,7 @@ TOP_K_DEVICE void stream_row(const Arguments& a, int row, const Window& window) 
   }
   if (gate.state == Gate::kNone) {
     __syncthreads();
-    return exact_row<false>(a, row, block.flood);
+    return exact_row<false>(a, row, block.flood, 0.0f, 0);
   }
   clear(plan.bins, kBins);
   if (threadIdx.x == 0) block.high = gate.high;
@@ -435,7 +475,7 @@ TOP_K_DEVICE void stream_row(const Arguments& a, int row, const Window& window) 
   }
   __syncthreads();
   const uint32_t count = block.candidates;
-  if (count < k || count > kCapacity) return exact_row<false>(a, row, block.flood);
+  if (count < k || count > kCapacity) return exact_row<false>(a, row, block.flood, gate.low, count);
 
   const float scale = linear_scale(gate.low, block.high, kBins);
   const uint32_t base = shared_of(plan.bins) - 4u * kMagicBits;
