@@ -17,8 +17,7 @@
 #endif
 
 extern "C" __global__ void TOP_K_CLUSTER __launch_bounds__(kThreads, CTAS_PER_SM) KERNEL_NAME(const __grid_constant__ Arguments a) {
-  // From the last row on: in causal windows the long ones, so that the short ones fill the end.
-  const int row = (gridDim.x - 1 - blockIdx.x) / kCluster;
+  const int row = blockIdx.x / kCluster;
   uint4 x[kVectors];
   if constexpr (kKind == kShort && kWholeRows) {  // few rows: the loads need not wait for the window
     uint32_t shift;

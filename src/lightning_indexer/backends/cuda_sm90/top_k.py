@@ -74,7 +74,12 @@ class TopKConfig:
         """The kernel's name in traces."""
         dtype = str(self.dtype).removeprefix("torch.")
         parts = [f"top_k_per_row_{self.kind}", dtype, f"t{self.threads}x{self.ctas_per_sm}", f"v{self.vectors}"]
-        parts += [f"c{self.capacity}", f"cl{self.cluster}", f"b{self.bins}s{self.sample_stride}{self.sample_vectors}", self.index_base]
+        parts += [
+            f"c{self.capacity}",
+            f"cl{self.cluster}",
+            f"b{self.bins}s{self.sample_stride}{self.sample_vectors}",
+            self.index_base,
+        ]
         flags = {"whole": self.whole_rows, "score": self.by_score, "larger": self.ties_larger, "values": self.values}
         return "_".join([*parts, *(flag for flag, on in flags.items() if on), "sm90"])
 
@@ -130,6 +135,7 @@ class TopKConfig:
             "CLUSTER": self.cluster,
             "BINS": self.bins,
             "SAMPLE_STRIDE": self.sample_stride,
+            "PLAN_BYTES": self.plan_bytes,
             "SAMPLE_VECTORS": self.sample_vectors,
             "WHOLE_ROWS": int(self.whole_rows),
             "DTYPE": DTYPES.index(self.dtype),

@@ -363,7 +363,7 @@ TOP_K_DEVICE void write_staged(const Arguments& a, int row, const Window& window
       [=](uint32_t slot) { return *reinterpret_cast<const uint4*>(staged + slot); });
 }
 
-__device__ __noinline__ void write_whole_window(const Arguments& a, int row) {
+TOP_K_DEVICE void write_whole_window(const Arguments& a, int row) {
   const Window window = block.window;
   const uint32_t start = window.start;
   write_all(

@@ -1,7 +1,7 @@
 // Constants, arguments and shared memory of top_k.cuh.
 //
 // Compile-time, from top_k.py: KERNEL_NAME, KIND, THREADS, CTAS_PER_SM, VECTORS, CAPACITY, CLUSTER, BINS,
-// SAMPLE_STRIDE, SAMPLE_VECTORS, WHOLE_ROWS, DTYPE, INDEX_BASE, BY_SCORE, TIES_LARGER, VALUES.
+// SAMPLE_STRIDE, SAMPLE_VECTORS, PLAN_BYTES, WHOLE_ROWS, DTYPE, INDEX_BASE, BY_SCORE, TIES_LARGER, VALUES.
 #pragma once
 
 using uint32_t = unsigned int;
@@ -58,6 +58,7 @@ struct Arguments {
   int bitmap_words;  // 0: a row is never streamed, its positions would not fit
   float overshoot;   // the most candidates wanted, over k
 };
+static_assert(sizeof(Arguments) == 112, "_ARGUMENTS of top_k.py");
 
 // Dynamic shared memory. Words are 4 bytes; the bitmap has a length of its own for each launch.
 struct Candidate {
@@ -92,6 +93,10 @@ struct alignas(16) AcrossPlan {
 
 static_assert(sizeof(ShortPlan) + 4 * kMostK <= sizeof(StreamPlan) || kKind == kShort, "short rows in a streaming CTA");
 static_assert(kKind == kShort || kCapacity >= kMostK / 2, "the k positions lie where the candidates were");
+
+static_assert(sizeof(ShortPlan) <= PLAN_BYTES + 16 || kKind != kShort, "plan_bytes of top_k.py");
+static_assert(sizeof(StreamPlan) <= PLAN_BYTES || kKind != kStream, "plan_bytes of top_k.py");
+static_assert(sizeof(AcrossPlan) <= PLAN_BYTES || kKind != kAcross, "plan_bytes of top_k.py");
 
 struct Cut {  // the bin where the k-th score lies
   uint32_t bin, above, inside;

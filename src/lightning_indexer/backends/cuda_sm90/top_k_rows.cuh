@@ -204,12 +204,6 @@ TOP_K_DEVICE void short_row(const Arguments& a, int row, const Window& window, u
   }
 
   const uint32_t mine = ((kWholeRows ? 0 : block.window.cover_lo) + own) * kPack;
-  if constexpr (kWholeRows) {  // few rows: one barrier less
-    in_order(chosen, block.warp_d, [&](uint32_t slot, int u, int c) {
-      write_one(a, row, block.window, slot, mine + u * 32 * kPack + c);
-    });
-    return;
-  }
   const uint32_t staged = shared_of(plan.staged);
   in_order(chosen, block.warp_d, [&](uint32_t slot, int u, int c) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(staged + slot * 4), "r"(mine + u * 32 * kPack + c) : "memory");
