@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 
-from lightning_indexer import calc_diff, reference_logits
-from lightning_indexer.bench.cases import Form, Inputs
-from lightning_indexer.bench.guarded import GuardedOutput
+from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, reference_logits
+from lightning_indexer.check.cases import Form, Inputs
+from lightning_indexer.check.guarded import GuardedOutput
+from lightning_indexer.selection import registry
 
+_ROOT = Path(__file__).resolve().parents[1]
+# PYTHONPATH of processes that run this tree's code.
+SOURCES = os.pathsep.join(str(_ROOT / folder) for folder in ("src", "packages/cdna-sim/src"))
 CPU = torch.device("cpu")
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
@@ -36,6 +43,15 @@ FORMS_AND_DTYPES = [
 ]
 
 
+def replace_launches(
+    monkeypatch: pytest.MonkeyPatch, launch: Callable[[str, MqaLogitsProblem, Arch], registry.Run]
+) -> None:
+    """What backends are asked to launch from now on is ``launch(backend's name, problem, arch)``."""
+    for name, kernel in registry.kernels().items():
+        monkeypatch.setattr(kernel, "launch", lambda problem, arch, config, name=name: launch(name, problem, arch))
+    registry.changed()
+
+
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -59,7 +75,7 @@ def expected_logits(
     width: int = 0,
 ) -> torch.Tensor:
     """The reference, [M, N]; or with a width, its compressed form [M, width] with ``-inf`` outside the windows."""
-    logits = reference_logits(q, k, kv_scale, weights, ks, ke)
+    logits = reference_logits(q, (k, kv_scale), weights, ks, ke)
     if not width:
         return logits
     positions = ks.long()[:, None] + torch.arange(width)

@@ -14,7 +14,10 @@ KNOWN: dict[str, str] = {
     "LIGHTNING_INDEXER_BACKEND": "run this backend for calls that name none (see `lightning-indexer info`)",
     "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch; gfx942 and gfx950 are simulated on the CPU",
     "LIGHTNING_INDEXER_CACHE_DIR": "keep compiled kernels here (default ~/.cache/lightning-indexer)",
+    "LIGHTNING_INDEXER_TRUST_CACHE": "1: load compiled kernels that other users may have written (default 0)",
     "LIGHTNING_INDEXER_KERNELS": "0: calls that name no backend run torch-blocked, on every device (default 1)",
+    "LIGHTNING_INDEXER_SELF_CHECK": "0: never hold a kernel against PyTorch before its first call; 1: on every arch "
+    "(default: on archs where this project has not measured it)",
     "LIGHTNING_INDEXER_VLLM": "1: the vLLM plugin replaces vLLM's prefill scoring with this library's (default 0)",
     "LIGHTNING_INDEXER_SGLANG": "1: the SGLang plugin replaces the functions by which SGLang scores (default 0)",
 }
@@ -38,6 +41,13 @@ def arch() -> str | None:
 def kernels() -> bool:
     """False where calls that name no backend must run torch-blocked."""
     return _switch("LIGHTNING_INDEXER_KERNELS", default=True)
+
+
+def self_check() -> bool | None:
+    """True where every kernel is to be checked before its first call, False where none is; None: the unmeasured."""
+    return (
+        None if value("LIGHTNING_INDEXER_SELF_CHECK") is None else _switch("LIGHTNING_INDEXER_SELF_CHECK", default=True)
+    )
 
 
 def vllm_plugin() -> bool:
@@ -72,12 +82,20 @@ def _switch(name: str, *, default: bool) -> bool:
     raise ValueError(f"{name}: got {text!r}, expected 0 or 1")
 
 
-def cache_dir() -> Path:
-    """Where compiled kernels are kept."""
+def cache_dir() -> Path | None:
+    """Where compiled kernels are kept; None where that is below a home directory and the user has none."""
     chosen = value("LIGHTNING_INDEXER_CACHE_DIR")
-    if chosen is not None:
-        return Path(chosen).expanduser()
-    return Path(value("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning-indexer"
+    try:
+        if chosen is not None:
+            return Path(chosen).expanduser()
+        return Path(value("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning-indexer"
+    except RuntimeError:  # no HOME, and no such user
+        return None
+
+
+def trust_cache() -> bool:
+    """True where compiled kernels are loaded from wherever they are kept, whoever may write there."""
+    return _switch("LIGHTNING_INDEXER_TRUST_CACHE", default=False)
 
 
 def triton_interprets() -> bool:
@@ -91,16 +109,18 @@ _SELECTION: tuple[Any, ...] = (
     "LIGHTNING_INDEXER_BACKEND",
     "LIGHTNING_INDEXER_ARCH",
     "LIGHTNING_INDEXER_KERNELS",
+    "LIGHTNING_INDEXER_SELF_CHECK",
     "TRITON_INTERPRET",
 )
 if _RAW is not os.environ and os.supports_bytes_environ:
     _SELECTION = tuple(os.fsencode(name) for name in _SELECTION)
 
 
-def selection() -> tuple[object, object, object, object]:
+def selection() -> tuple[object, ...]:
     """Everything in the environment that the choice of a backend reads, unparsed: a key for what was chosen."""
-    backend, arch, kernels, interpret = _SELECTION
-    return _RAW.get(backend), _RAW.get(arch), _RAW.get(kernels), _RAW.get(interpret)
+    backend, arch, kernels, check, interpret = _SELECTION
+    get = _RAW.get
+    return get(backend), get(arch), get(kernels), get(check), get(interpret)
 
 
 def stop_triton_interpreter() -> None:

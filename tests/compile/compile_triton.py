@@ -13,15 +13,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.triton_portable.backend import TritonPortable, constants, options
+from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.backends.triton_launch import call_like
 from lightning_indexer.backends.triton_portable.config import heuristic
-from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel
+from lightning_indexer.backends.triton_portable.mqa_logits import Launch, constants, options
+from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel
 
 FP8 = {"fn": "*fp8e4nv", "none": "*u8"}
 
 
-def compile_for_nvidia(arch: Arch, problem: Problem) -> dict:
+def compile_for_nvidia(arch: Arch, problem: MqaLogitsProblem) -> dict:
     config = heuristic(problem, arch)
     signature = {
         "q_ptr": FP8[arch.fp8], "k_ptr": FP8[arch.fp8], "kv_scale_ptr": "*fp32", "w_ptr": "*fp32", "ks_ptr": "*i32",
@@ -43,8 +44,12 @@ def compile_for_nvidia(arch: Arch, problem: Problem) -> dict:
     return {"name": kernel.metadata.name, "shared": kernel.metadata.shared, "text": kernel.asm["ptx"]}
 
 
-def compile_for_amd(arch: Arch, problem: Problem) -> dict:
-    built = TritonPortable().build(problem, arch)
+def compile_for_amd(arch: Arch, problem: MqaLogitsProblem) -> dict:
+    launch = Launch(problem, arch, heuristic(problem, arch))
+    arguments = dict(zip(fp8_mqa_logits_kernel.arg_names, launch.arguments(call_like(problem, arch)), strict=False))
+    if not problem.aligned:
+        arguments["k_stride"] += 4  # as of rows of a packed cache, with the scale behind the channels
+    built = launch.build(tuple(arguments.values()))
     return {"name": built.kernel, "shared": built.resources.lds, "text": built.isa}
 
 
@@ -54,4 +59,4 @@ if __name__ == "__main__":
     for m, n, h, d, facts in json.loads(sys.argv[2]):
         if "out_dtype" in facts:
             facts["out_dtype"] = getattr(torch, facts["out_dtype"])
-        print(json.dumps(compile_for(arch, Problem(m, n, h, d, **facts))), flush=True)
+        print(json.dumps(compile_for(arch, MqaLogitsProblem(m, n, h, d, **facts))), flush=True)

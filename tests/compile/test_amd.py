@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_indexer.toolchain import amdgpu_clang, flydsl, triton_amd
-from lightning_indexer.toolchain import built as built_module
-from lightning_indexer.toolchain.amdgpu_clang import compile_hip
-from lightning_indexer.toolchain.built import Built, CompileError
+from lightning_indexer import artifacts
+from lightning_indexer.amd import built as built_module
+from lightning_indexer.amd import clang as amdgpu_clang
+from lightning_indexer.amd import flydsl, triton_amd
+from lightning_indexer.amd.built import Built, CompileError
+from lightning_indexer.amd.clang import compile_hip
+from processes import python
 
 HERE = Path(__file__).parent
 ARCHS = ("gfx942", "gfx950")
@@ -41,7 +42,7 @@ PRINTED = {
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    path = tmp_path / "source" / "kernel.hip"
+    path = tmp_path / "source" / "mqa_logits.hip"
     path.parent.mkdir()
     path.write_text(HIP)
     return path
@@ -135,7 +136,7 @@ def test_an_error_holds_what_failed_and_the_message_of_the_compiler(source):
     with pytest.raises(CompileError) as raised:
         compile_hip(source, "gfx950", {"BLOCK": 64})
     message = str(raised.value)
-    assert message.startswith("kernel.hip for gfx950 with {'BLOCK': 64} failed (clang of the ziglang package):\n")
+    assert message.startswith("mqa_logits.hip for gfx950 with {'BLOCK': 64} failed (clang of the ziglang package):\n")
     assert "error: expected unqualified-id" in message
 
 
@@ -168,12 +169,14 @@ def test_a_rocm_that_does_not_know_gfx950_comes_last(tmp_path, monkeypatch):
         pytest.skip("another ROCm is here")
     assert amdgpu_clang._tools.__wrapped__().name == "clang of the ziglang package"
     assert amdgpu_clang._knows_gfx950(amdgpu_clang._tools.__wrapped__())
-    monkeypatch.setattr(amdgpu_clang.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(amdgpu_clang.packages, "installed", lambda name: False)
     assert amdgpu_clang._tools.__wrapped__().name == f"ROCm in {tmp_path}"
 
 
 def test_without_a_compiler_the_command_that_installs_one_is_named(source, monkeypatch):
     monkeypatch.setattr(amdgpu_clang, "_tools", lambda: None)
+    monkeypatch.setattr(amdgpu_clang.packages, "installed", lambda name: False)
+    monkeypatch.setattr(amdgpu_clang, "_rocm_tools", lambda: iter(()))
     sentence = r"no clang for AMD GPUs: pip install 'lightning-indexer\[amd\]'"
     assert re.search(sentence, amdgpu_clang.missing())
     amdgpu_clang.version.cache_clear()
@@ -187,17 +190,17 @@ def test_without_a_compiler_the_command_that_installs_one_is_named(source, monke
 
 TRITON = """
 import json, sys
-from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.triton_portable.backend import TritonPortable
+from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits
 import triton
 
 runs = []
 real = triton.compile
 triton.compile = lambda *arguments, **options: runs.append(0) or real(*arguments, **options)
 arch = Arch.parse(sys.argv[1])
-built = TritonPortable().build(Problem(4096, 32768, 32, 128), arch)
-odd = TritonPortable().build(Problem(4096, 32767, 32, 128), arch)
-large = TritonPortable().build(Problem(70000, 32768, 32, 128), arch)
+built = MqaLogits().build(MqaLogitsProblem(4096, 32768, 32, 128), arch)
+odd = MqaLogits().build(MqaLogitsProblem(4096, 32767, 32, 128), arch)
+large = MqaLogits().build(MqaLogitsProblem(70000, 32768, 32, 128), arch)
 resources = built.resources
 print(json.dumps({
     "runs": len(runs), "kernel": built.kernel, "names": built.argument_names, "compiler": built.compiler,
@@ -210,13 +213,7 @@ print(json.dumps({
 
 
 def run_triton(arch: str, cache: Path) -> dict:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(HERE.parents[1] / "src"), "LIGHTNING_INDEXER_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", TRITON, arch], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(python("-c", TRITON, arch, LIGHTNING_INDEXER_CACHE_DIR=str(cache)))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -241,6 +238,32 @@ def test_triton(arch, tmp_path):
     again = run_triton(arch, tmp_path)
     assert again["runs"] == 0
     assert again["isa"] == found["isa"]
+
+
+def test_code_objects_load_under_a_rocm_before_7(source):
+    """Version 3 of the ELF header's ABI is code object V5; clang 22 by itself writes V6, which is 4."""
+    for arch in ARCHS:
+        built = compile_hip(source, arch, {"BLOCK": 64, "VALUES": 4, "LDS_FLOATS": 64})
+        assert built.code_object.elf[8] == 3
+        again = amdgpu_clang.assemble(re.sub(r"(?m)^\s*\.amdhsa_code_object_version.*$", "", built.isa), arch)
+        assert again.elf[8] == 3
+
+
+@pytest.mark.parametrize("spoil", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"{}\nELF"])
+def test_a_spoilt_kernel_on_disk_is_compiled_again(source, compiled, tmp_path, monkeypatch, spoil):
+    macros = {"BLOCK": 64, "VALUES": 4, "LDS_FLOATS": 64}
+    first = compile_hip(source, "gfx950", macros)
+    [path] = (tmp_path / "cache").glob("*.amd")
+    path.write_bytes(spoil(path.read_bytes()))
+    monkeypatch.setattr(built_module, "_BUILT", {})
+    monkeypatch.setattr(artifacts, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="is not what was stored there"):
+        again = compile_hip(source, "gfx950", macros)
+    assert (again.kernel, again.info.arguments) == (first.kernel, first.info.arguments)
+    assert len(compiled) == 2
+    monkeypatch.setattr(built_module, "_BUILT", {})
+    assert compile_hip(source, "gfx950", macros).code_object.elf == again.code_object.elf
+    assert len(compiled) == 2, "replaced"
 
 
 def test_an_interpreted_kernel_is_refused():
@@ -320,7 +343,7 @@ def test_a_fork_leaves_flydsl_to_its_parent(factory, monkeypatch, tmp_path):
 
 
 def test_flydsl_missing_is_said_with_its_command(monkeypatch):
-    monkeypatch.setattr(flydsl.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(flydsl.packages, "installed", lambda name: False)
     assert flydsl.missing() == "FlyDSL is not installed: pip install 'lightning-indexer[amd,flydsl]'"
     with pytest.raises(CompileError, match="FlyDSL is not installed"):
         flydsl.compile_flydsl("module:make", {}, "gfx950")

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from processes import python
+
+SCRIPT = Path(__file__).with_name("compile_gluon.py")
 NOCLEAN = {"clean_logits": False}
 COMPRESSED = {"clean_logits": False, "max_seqlen_k": 32768, "out_dtype": "bfloat16"}
 # Rows, H, D, other facts, and the kernel's name. Both forms of the kernel, the largest and the smallest register files.
 PROBLEMS = [
     (4096, 64, 128, {}, "H64_D128_r4_w4x1_bkv128_lds3_clean"),
-    (4096, 64, 128, NOCLEAN, "H64_D128_r4_w4x1_bkv128_lds3_nocl"),
+    (4096, 64, 128, NOCLEAN, "H64_D128_r4_w4x1_bkv128_lds3_noclean"),
     (4096, 64, 128, COMPRESSED, "H64_D128_r4_w4x1_bkv128_lds3_compressed"),
     (4096, 64, 128, {"wide": True}, "H64_D128_r4_w4x1_bkv128_lds3_clean_wide"),
     (128, 64, 128, {}, "H64_D128_r2_w2x2_bkv128_lds2_clean"),
@@ -27,7 +26,7 @@ PROBLEMS = [
     (4096, 32, 64, COMPRESSED, "H32_D64_r4_w2x2_bkv128_lds2_compressed"),
     (4096, 128, 128, {}, "H128_D128_r2_w2x2_bkv64_lds2_clean"),
     (1, 128, 128, {"wide": True}, "H128_D128_r1_w1x4_bkv128_lds2_clean_wide"),
-    (4096, 128, 32, NOCLEAN, "H128_D32_r2_w2x2_bkv128_lds2_nocl"),
+    (4096, 128, 32, NOCLEAN, "H128_D32_r2_w2x2_bkv128_lds2_noclean"),
     (4096, 16, 128, {}, "H16_D128_r8_w2x2_bkv128_lds2_clean"),
     (1, 8, 128, {}, "H8_D128_r8_w1x4_bkv256_lds2_clean"),
 ]
@@ -36,14 +35,11 @@ PROBLEMS = [
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> list[dict]:
     cache = tmp_path_factory.mktemp("cache")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(cache / "triton")}
-    environment["LIGHTNING_INDEXER_CACHE_DIR"] = str(cache)
-    command = [sys.executable, str(ROOT / "tests" / "compile" / "compile_gluon.py")]
-    command.append(json.dumps([problem[:4] for problem in PROBLEMS]))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    text = python(
+        str(SCRIPT), json.dumps([problem[:4] for problem in PROBLEMS]),
+        TRITON_CACHE_DIR=str(cache / "triton"), LIGHTNING_INDEXER_CACHE_DIR=str(cache),
+    )  # fmt: skip
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
 def test_names_are_built_from_the_config(kernels):

@@ -6,17 +6,17 @@ import re
 
 import pytest
 
-from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.hip_gfx950.backend import FLAGS, HipGfx950, compile_kernel, is_supported
-from lightning_indexer.backends.hip_gfx950.config import Tunables, heuristic
-from lightning_indexer.toolchain.built import Built
+from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.amd.built import Built
+from lightning_indexer.backends.hip_gfx950.config import Tunables, heuristic, neighbours
+from lightning_indexer.backends.hip_gfx950.mqa_logits import FLAGS, MqaLogits, compile_kernel
 
 GFX950 = Arch.parse("gfx950")
-LONG = Problem(4096, 32768, 32, 128)
+LONG = MqaLogitsProblem(4096, 32768, 32, 128)
 MFMA = "v_mfma_scale_f32_32x32x64_f8f6f4"
 
 
-def compiled(flags: tuple[str, ...] = FLAGS, problem: Problem = LONG, **tunables: object) -> Built:
+def compiled(flags: tuple[str, ...] = FLAGS, problem: MqaLogitsProblem = LONG, **tunables: object) -> Built:
     return compile_kernel(heuristic(problem, GFX950, Tunables(**tunables)), flags)
 
 
@@ -36,7 +36,7 @@ def registers(operand: str) -> set[int]:
     return set(range(int(several[1]), int(several[2]) + 1)) if several else set()
 
 
-@pytest.mark.parametrize("form", [True, False], ids=["clean", "nocl"])
+@pytest.mark.parametrize("form", [True, False], ids=["clean", "noclean"])
 @pytest.mark.parametrize("block_m", [2, 4])
 def test_one_row_and_tile(form, block_m):
     built = compiled(problem=LONG._replace(clean_logits=form), relu="max", block_m=block_m, strategy="stream")
@@ -71,12 +71,19 @@ def test_the_packed_clamp_takes_fewer_instructions():
     assert count(clamp, "v_max_f32(_e32|_e64)?") == 0
     # 9 for 16; of the multiply-adds the compiler may leave a few more unpacked.
     assert vector(clamp) <= vector(maximum) - 5 * rows_and_tiles
-    assert heuristic(LONG, GFX950).relu == "clamp"
+
+
+def test_the_packed_clamp_is_never_the_heuristics_choice():
+    """No hardware has shown that packed float32 products obey the clamp bit."""
+    problems = [MqaLogitsProblem(m, n, h, 128) for m in (1, 64, 4096) for n in (64, 4096, 131072) for h in (32, 64)]
+    assert {heuristic(problem, GFX950).relu for problem in problems} == {"max"}
+    assert count(MqaLogits().build(LONG, GFX950), r"v_pk_mul_f32 .* clamp") == 0
 
 
 def test_the_first_reader_of_a_product_is_one_that_the_compiler_knows():
     """Between a matrix product and its reader the compiler puts wait states, but none before inline assembly."""
-    for built in (compiled(), compiled(strategy="lds"), compiled(block_m=2), compiled(block_m=8)):
+    for tunables in ({}, {"strategy": "lds"}, {"block_m": 2}, {"block_m": 8}):
+        built = compiled(relu="clamp", **tunables)
         lines = instructions(built)
         checked = 0
         for index, line in enumerate(lines):
@@ -98,7 +105,7 @@ def test_the_first_reader_of_a_product_is_one_that_the_compiler_knows():
 
 
 def test_two_waves_of_a_simd_and_no_spill():
-    for tunables in ({}, {"relu": "max"}, {"strategy": "lds"}, {"unroll2": False}):
+    for tunables in ({}, {"relu": "clamp"}, {"strategy": "lds"}, {"unroll2": False}):
         resources = compiled(**tunables).resources
         assert resources.vgpr <= 256
         assert resources.waves_per_simd == 2
@@ -113,6 +120,25 @@ def test_other_rows_a_wave_do_not_spill():
         assert (eight.vgpr_spills, eight.scratch, eight.waves_per_simd) == (0, 0, 1)
 
 
+@pytest.mark.parametrize(("heads", "block_m"), [(32, 8), (64, 4)])
+def test_eight_waves_of_the_widest_rows_would_spill_and_are_refused(heads, block_m):
+    problem = LONG._replace(heads=heads)
+    with pytest.raises(ValueError, match=f"num_warps: got 8 with block_m {block_m} and H={heads}, expected at most 4"):
+        heuristic(problem, GFX950, Tunables(block_m=block_m, num_warps=8))
+    resources = compiled(problem=problem, block_m=block_m // 2, num_warps=8).resources
+    assert (resources.vgpr_spills, resources.sgpr_spills, resources.scratch) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("form", [True, False], ids=["clean", "nocl"])
+def test_no_config_that_is_measured_spills(heads, form):
+    for rows, keys in ((4096, 32768), (64, 64)):
+        problem = MqaLogitsProblem(rows, keys, heads, 128, clean_logits=form)
+        for config in neighbours(problem, GFX950):
+            resources = compile_kernel(config).resources
+            assert (resources.vgpr_spills, resources.sgpr_spills, resources.scratch) == (0, 0, 0), config
+
+
 def test_the_head_sum_on_the_matrix_unit_is_an_option():
     built = compiled(reduce="mfma", strategy="stream")
     assert "_bf16sum_" in built.kernel
@@ -121,11 +147,13 @@ def test_the_head_sum_on_the_matrix_unit_is_an_option():
     assert count(built, r"v_permlane32_swap_b32(_e32)?") == 0
     assert (built.resources.vgpr_spills, built.resources.waves_per_simd) == (0, 2)
     # It rounds to bfloat16: never the heuristic's choice.
-    assert {heuristic(Problem(m, 4096, h, 128), GFX950).reduce for m in (1, 64, 4096) for h in (32, 64)} == {"fma"}
+    assert {heuristic(MqaLogitsProblem(m, 4096, h, 128), GFX950).reduce for m in (1, 64, 4096) for h in (32, 64)} == {
+        "fma"
+    }
 
 
 def test_64_heads():
-    built = HipGfx950().build(Problem(4096, 32768, 64, 128), GFX950)
+    built = MqaLogits().build(MqaLogitsProblem(4096, 32768, 64, 128), GFX950)
     assert "_H64_" in built.kernel
     assert built.resources.vgpr_spills == 0
     assert built.resources.waves_per_simd == 2
@@ -139,10 +167,6 @@ def test_lds_strategy():
     assert count(built, "ds_write\\w*") == 0
 
 
-def test_is_supported():
-    assert {(h, d) for h in (8, 16, 32, 64, 128) for d in (32, 64, 128) if is_supported(h, d)} == {(32, 128), (64, 128)}
-
-
 # The config
 
 
@@ -151,12 +175,12 @@ def test_strategy_and_grid_by_shape():
         (4096, 32768, "stream"), (1024, 131072, "stream"), (128, 32768, "stream"), (1, 8, "stream"),
         (8192, 8192, "lds"), (1024, 1024, "lds"), (1, 7, "lds"),
     ):  # fmt: skip
-        config = heuristic(Problem(rows, keys, 32, 128), GFX950)
+        config = heuristic(MqaLogitsProblem(rows, keys, 32, 128), GFX950)
         assert config.strategy == strategy
         assert config.reverse_rows == (keys > 2048)
         assert config.grid(rows)[0] * config.rows_of_block >= rows > (config.grid(rows)[0] - 1) * config.rows_of_block
     # A small row grid is split until the device is full: 2 workgroups of a compute unit, twice over.
-    few = heuristic(Problem(128, 32768, 32, 128), GFX950)
+    few = heuristic(MqaLogitsProblem(128, 32768, 32, 128), GFX950)
     assert few.grid(128) == (32, few.split_n, 1)
     assert few.split_n == 32
     assert heuristic(LONG, GFX950).split_n == 1

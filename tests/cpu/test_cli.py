@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +15,16 @@ import torch
 from typer.testing import CliRunner
 
 from faulty import FaultyBackend, honest, install, one_percent_high
-from lightning_indexer import Arch, __version__, cli, demo, dispatch, envs
-from lightning_indexer.bench import environment, timing, verify
-from lightning_indexer.bench.cases import WINDOWS
+from helpers import SOURCES
+from lightning_indexer import Arch, __version__, envs
+from lightning_indexer.bench import environment, timing
 from lightning_indexer.bench.timing import Ceilings
+from lightning_indexer.check import verify
+from lightning_indexer.check.cases import WINDOWS
 from lightning_indexer.chunking import Request
+from lightning_indexer.cli import app as cli
+from lightning_indexer.cli import demo
+from lightning_indexer.selection import registry as dispatch
 
 COMMANDS = ("info", "explain", "plan", "demo", "verify", "resources", "disasm", "bench", "e2e", "trace-diff")
 BACKENDS = [backend.name for backend in dispatch.backends()]
@@ -68,8 +72,7 @@ def test_version():
 
 
 def test_as_a_module():
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
     result = subprocess.run(
         [sys.executable, "-m", "lightning_indexer", "--version"], env=environment, capture_output=True, text=True,
         check=False,
@@ -80,8 +83,8 @@ def test_as_a_module():
 def test_missing_packages_of_the_command_line_are_named(monkeypatch):
     from lightning_indexer.__main__ import main
 
-    monkeypatch.delitem(sys.modules, "lightning_indexer.cli")
-    monkeypatch.delattr("lightning_indexer.cli", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_indexer.cli.app")
+    monkeypatch.delattr("lightning_indexer.cli.app", raising=False)
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match=r"needs typer: pip install 'lightning-indexer\[cli\]'"):
         main()
@@ -153,7 +156,7 @@ def test_info_lists_devices_backends_packages_and_variables():
 def test_info_shows_variables_and_warns_of_unknown_ones(monkeypatch):
     values = {
         "BACKEND": "torch-blocked", "ARCH": "gfx950", "CACHE_DIR": "/tmp/kernels", "KERNELS": "1", "VLLM": "0",
-        "SGLANG": "1",
+        "SGLANG": "1", "SELF_CHECK": "0", "TRUST_CACHE": "0",
     }  # fmt: skip
     assert {f"LIGHTNING_INDEXER_{name}" for name in values} == set(envs.KNOWN)
     for name, value in values.items():
@@ -202,7 +205,7 @@ def test_explain_of_one_backend_that_cannot_has_status_1():
 
 
 @pytest.mark.parametrize(
-    ("form", "words"), [("clean", "clean"), ("noclean", "not clean"), ("compressed", "compressed to 2")]
+    ("form", "words"), [("clean", "clean"), ("noclean", "noclean"), ("compressed", "compressed to 2")]
 )
 def test_explain_takes_every_form(form, words):
     assert f"M=1 N=2 H=32 D=64 {words} float32 on cpu" in run("explain", "--shape", "1,2,32,64", "--form", form).text

@@ -8,23 +8,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers import CPU, assert_matches, expected_for
+from helpers import CPU, assert_matches, expected_for, replace_launches
 from lightning_indexer import (
     Arch,
     BackendUnavailableError,
-    Problem,
+    MqaLogitsProblem,
     arch_of,
-    dispatch,
     explain,
     fp8_mqa_logits,
     support_table,
 )
-from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.selection import registry as dispatch
 
-DEEPSEEK = Problem(4096, 32768, 64, 128)
-GLM = Problem(4096, 32768, 32, 128)
+DEEPSEEK = MqaLogitsProblem(4096, 32768, 64, 128)
+GLM = MqaLogitsProblem(4096, 32768, 32, 128)
 # H and D that only torch-blocked takes.
-ODD = Problem(4096, 32768, 24, 48)
+ODD = MqaLogitsProblem(4096, 32768, 24, 48)
 
 GPUS = [arch for arch in Arch.known() if arch.vendor in ("nvidia", "amd")]
 UNLISTED = {
@@ -39,12 +39,12 @@ def _compiled_triton_only(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
-def reasons(problem: Problem, arch: Arch, name: str | None = None) -> dict[str, str | None]:
+def reasons(problem: MqaLogitsProblem, arch: Arch, name: str | None = None) -> dict[str, str | None]:
     """Why each backend cannot run, whatever is installed here."""
     return {verdict.backend: verdict.reason for verdict in explain(problem, arch, name, installed_only=False)}
 
 
-def chosen(problem: Problem, arch: Arch) -> list[str]:
+def chosen(problem: MqaLogitsProblem, arch: Arch) -> list[str]:
     """The backend of a machine on which everything is installed."""
     return [verdict.backend for verdict in explain(problem, arch, installed_only=False) if verdict.chosen]
 
@@ -93,7 +93,7 @@ def test_order(arch, problem):
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_choice(arch, heads, head_dim):
     for facts in FORMS:
-        problem = Problem(4096, 32768, heads, head_dim, **facts)
+        problem = MqaLogitsProblem(4096, 32768, heads, head_dim, **facts)
         (name,) = chosen(problem, arch)
         if arch.name in ("gfx942", "gfx950"):  # the choice is by shape, and by which gates are open
             assert name in order(arch)[:-1]
@@ -105,7 +105,7 @@ def test_hip_gfx950():
     gfx950 = Arch.parse("gfx950")
     assert chosen(GLM, gfx950) == ["hip-gfx950"]
     # Few keys a row, or 64 heads: another backend's by default, this one's if it is asked for.
-    for problem in (Problem(4096, 32767, 32, 128), DEEPSEEK):
+    for problem in (MqaLogitsProblem(4096, 32767, 32, 128), DEEPSEEK):
         assert "hip-gfx950" not in chosen(problem, gfx950)
         [passed_over] = [v.passed_over for v in explain(problem, gfx950) if v.backend == "hip-gfx950"]
         assert passed_over.startswith("preferred where H=32, D=128 and N >= 8 * M; this is M=")
@@ -113,12 +113,20 @@ def test_hip_gfx950():
         assert support_table(problem)["hip-gfx950"]["gfx950"] is None
     for problem, arch, reason in (
         (GLM, "gfx942", "needs gfx950 (MI350X, MI355X), this is gfx942"),
-        (Problem(1, 9, 16, 128), "gfx950", "H=16 is not one of 32, 64"),
-        (Problem(1, 9, 32, 64), "gfx950", "D=64 is not one of 128"),
-        (Problem(1, 9, 32, 128, clean_logits=False, max_seqlen_k=9), "gfx950", "compressed logits are not built"),
-        (Problem(1, 9, 32, 128, out_dtype=torch.bfloat16), "gfx950", "writes float32 logits, torch.bfloat16 is not"),
-        (Problem(1, 9, 32, 128, aligned=False), "gfx950", "must start on 16-byte boundaries"),
-        (Problem(1, 2**30, 32, 128), "gfx950", "a row of logits is more than 32-bit offsets reach"),
+        (MqaLogitsProblem(1, 9, 16, 128), "gfx950", "H=16 is not one of 32, 64"),
+        (MqaLogitsProblem(1, 9, 32, 64), "gfx950", "D=64 is not one of 128"),
+        (
+            MqaLogitsProblem(1, 9, 32, 128, clean_logits=False, max_seqlen_k=9),
+            "gfx950",
+            "compressed logits are not built",
+        ),
+        (
+            MqaLogitsProblem(1, 9, 32, 128, out_dtype=torch.bfloat16),
+            "gfx950",
+            "writes float32 logits, torch.bfloat16 is not",
+        ),
+        (MqaLogitsProblem(1, 9, 32, 128, aligned=False), "gfx950", "must start on 16-byte boundaries"),
+        (MqaLogitsProblem(1, 2**30, 32, 128), "gfx950", "a row of logits is more than 32-bit offsets reach"),
     ):
         assert reason in reasons(problem, Arch.parse(arch), "hip-gfx950")["hip-gfx950"]
 
@@ -127,7 +135,7 @@ def test_hip_gfx950():
 def test_other_shapes_fall_to_torch(arch):
     assert chosen(ODD, arch) == ["torch-blocked"]
     assert reasons(ODD, arch)["triton-portable"] == "H=24 is not one of 8, 16, 32, 64, 128"
-    problem = Problem(4096, 32768, 64, 48)
+    problem = MqaLogitsProblem(4096, 32768, 64, 48)
     assert chosen(problem, arch) == ["torch-blocked"]
     assert reasons(problem, arch)["triton-portable"] == "D=48 is not one of 32, 64, 128"
 
@@ -135,7 +143,7 @@ def test_other_shapes_fall_to_torch(arch):
 def test_cuda_sm90():
     sm90 = Arch.parse("sm90")
     assert reasons(ODD, sm90, "cuda-sm90") == {"cuda-sm90": "H=24 is not one of 8, 16, 32, 64, 128"}
-    assert reasons(Problem(1, 1, 8, 48), sm90, "cuda-sm90") == {"cuda-sm90": "D=48 is not one of 32, 64, 128"}
+    assert reasons(MqaLogitsProblem(1, 1, 8, 48), sm90, "cuda-sm90") == {"cuda-sm90": "D=48 is not one of 32, 64, 128"}
     unaligned = DEEPSEEK._replace(aligned=False)
     assert chosen(unaligned, sm90) == ["triton-portable"]
     assert "16-byte boundaries" in reasons(unaligned, sm90)["cuda-sm90"]
@@ -150,7 +158,7 @@ def test_gluon_gfx950():
     unaligned = DEEPSEEK._replace(aligned=False)
     assert chosen(unaligned, gfx950) == ["triton-portable"]
     assert "start on 16 bytes" in reasons(unaligned, gfx950)["gluon-gfx950"]
-    assert chosen(DEEPSEEK._replace(keys=2**31 - 1), gfx950) == ["triton-portable"]
+    assert "has to be an int32" in reasons(DEEPSEEK._replace(keys=2**31 - 1), gfx950)["gluon-gfx950"]
     for arch in Arch.known():
         if arch is not gfx950:
             assert reasons(DEEPSEEK, arch, "gluon-gfx950")["gluon-gfx950"].endswith(f"not {arch.name}'s")
@@ -183,7 +191,7 @@ def test_support_table_covers_every_backend_and_arch():
         for name, row in table.items():
             assert list(row) == [arch.name for arch in Arch.known()]
             for arch in Arch.known():
-                assert row[arch.name] == dispatch.get(name).supports(problem or DEEPSEEK, arch)
+                assert row[arch.name] == dispatch.kernel(name).supports(problem or DEEPSEEK, arch)
     assert support_table()["triton-portable"]["sm90"] is None
     assert support_table(ODD)["triton-portable"]["sm90"] == "H=24 is not one of 8, 16, 32, 64, 128"
     assert set(support_table(ODD)["torch-blocked"].values()) == {None}
@@ -277,10 +285,10 @@ def test_a_call_never_falls_back(monkeypatch, by):
 
 
 def test_an_error_of_a_backend_is_not_swallowed(monkeypatch):
-    def run(operands, out):
+    def run(call):
         raise RuntimeError("out of registers")
 
-    monkeypatch.setattr(type(dispatch.get("torch-blocked")), "prepare", lambda self, problem, arch: run)
+    replace_launches(monkeypatch, lambda *_: run)
     inputs = make_inputs(4, 40, 8, 32, CPU)
     ks, ke = make_windows("misaligned", 4, 40, CPU)
     with pytest.raises(RuntimeError, match="out of registers"):
@@ -308,47 +316,75 @@ def test_the_backend_variable(monkeypatch):
 
 
 @pytest.fixture
-def prepared(monkeypatch):
-    """Every (backend, problem, arch) that a backend is asked to prepare; what it returns is its own name."""
+def launched(monkeypatch):
+    """Every (backend, problem, arch) that is asked to launch; what it returns is its own name."""
     asked = []
-    for backend in dispatch.backends():
 
-        def prepare(self, problem, arch):
-            asked.append((self.name, problem, arch.name))
-            return self.name
+    def launch(name, problem, arch):
+        asked.append((name, problem, arch.name))
+        return name
 
-        monkeypatch.setattr(type(backend), "prepare", prepare)
+    replace_launches(monkeypatch, launch)
     return asked
 
 
-def test_preparation_is_cached(prepared):
+def prepared(problem: MqaLogitsProblem, arch: Arch, name: str | None = None) -> str:
+    found = dispatch.prepare(problem, arch, name)
+    assert found.run == found.backend
+    assert found.settled
+    return found.backend
+
+
+def test_the_winner_alone_is_launched(launched):
     sm80, gfx950 = Arch.parse("sm80"), Arch.parse("gfx950")
-    for _ in range(3):
-        assert dispatch.prepare(DEEPSEEK, sm80) == "triton-portable"
-    assert prepared == [("triton-portable", DEEPSEEK, "sm80")]
-    assert dispatch.prepare(DEEPSEEK, gfx950) == "gluon-gfx950"
-    assert dispatch.prepare(DEEPSEEK, sm80, "torch-blocked") == "torch-blocked"
-    assert dispatch.prepare(ODD, sm80) == "torch-blocked"
-    assert prepared[1:] == [
+    assert prepared(DEEPSEEK, sm80) == "triton-portable"
+    assert prepared(DEEPSEEK, gfx950) == "gluon-gfx950"
+    assert prepared(DEEPSEEK, sm80, "torch-blocked") == "torch-blocked"
+    assert prepared(ODD, sm80) == "torch-blocked"
+    assert launched == [
+        ("triton-portable", DEEPSEEK, "sm80"),
         ("gluon-gfx950", DEEPSEEK, "gfx950"),
         ("torch-blocked", DEEPSEEK, "sm80"),
         ("torch-blocked", ODD, "sm80"),
     ]
 
 
-def test_preparation_follows_the_environment(prepared, monkeypatch):
+def test_preparation_follows_the_environment(launched, monkeypatch):
     sm80, cpu = Arch.parse("sm80"), Arch.parse("cpu")
-    assert dispatch.prepare(DEEPSEEK, sm80) == "triton-portable"
+    assert prepared(DEEPSEEK, sm80) == "triton-portable"
     monkeypatch.setenv("LIGHTNING_INDEXER_BACKEND", "torch-blocked")
-    assert dispatch.prepare(DEEPSEEK, sm80) == "torch-blocked"
-    assert dispatch.prepare(DEEPSEEK, sm80, "triton-portable") == "triton-portable"
+    assert prepared(DEEPSEEK, sm80) == "torch-blocked"
+    assert prepared(DEEPSEEK, sm80, "triton-portable") == "triton-portable"
     monkeypatch.delenv("LIGHTNING_INDEXER_BACKEND")
-    assert dispatch.prepare(DEEPSEEK, sm80) == "triton-portable"
+    assert prepared(DEEPSEEK, sm80) == "triton-portable"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert dispatch.prepare(DEEPSEEK, cpu, "triton-portable") == "triton-portable"
-    monkeypatch.delenv("TRITON_INTERPRET")
+    assert prepared(DEEPSEEK, cpu, "triton-portable") == "triton-portable"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(BackendUnavailableError, match="Triton has no CPU target"):
         dispatch.prepare(DEEPSEEK, cpu, "triton-portable")
+
+
+def call_of(rows: int = 4) -> tuple:
+    inputs = make_inputs(rows, 40, 8, 32, CPU)
+    ks, ke = make_windows("misaligned", rows, 40, CPU)
+    return inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke
+
+
+def test_calls_that_agree_are_planned_once(monkeypatch):
+    asked = []
+    replace_launches(monkeypatch, lambda name, problem, arch: lambda call: asked.append(problem) if not asked else None)
+    launches = []
+    kernel = dispatch.kernel("torch-blocked")
+    monkeypatch.setattr(kernel, "launch", lambda *_: launches.append(1) or (lambda call: None))
+    for _ in range(3):
+        fp8_mqa_logits(*call_of())
+    assert len(launches) == 1
+    fp8_mqa_logits(*call_of(5))
+    assert len(launches) == 2
+    wider = torch.empty(4, 60)[:, :40]
+    for _ in range(2):
+        fp8_mqa_logits(*call_of(), out=wider)
+    assert len(launches) == 3
 
 
 def test_what_cannot_run_is_refused_each_time():
@@ -445,9 +481,7 @@ def test_the_arch_variable_reaches_selection(monkeypatch):
     """As gfx942, a CPU call takes Triton, which is replaced here by a mark."""
     ran = []
     monkeypatch.setattr(
-        type(dispatch.get("triton-portable")),
-        "prepare",
-        lambda self, problem, arch: lambda operands, out: ran.append(arch.name),
+        dispatch.kernel("triton-portable"), "launch", lambda problem, arch, config: lambda call: ran.append(arch.name)
     )
     inputs = make_inputs(4, 40, 8, 32, CPU)
     ks, ke = make_windows("misaligned", 4, 40, CPU)
@@ -464,9 +498,9 @@ def test_the_arch_variable_reaches_selection(monkeypatch):
 
 def test_problem_texts_and_width():
     assert str(DEEPSEEK) == "M=4096 N=32768 H=64 D=128 clean float32"
-    assert str(Problem(1, 2, 8, 32, clean_logits=False)) == "M=1 N=2 H=8 D=32 not clean float32"
-    compressed = Problem(1, 20, 8, 32, clean_logits=False, max_seqlen_k=7, out_dtype=torch.bfloat16)
+    assert str(MqaLogitsProblem(1, 2, 8, 32, clean_logits=False)) == "M=1 N=2 H=8 D=32 noclean float32"
+    compressed = MqaLogitsProblem(1, 20, 8, 32, clean_logits=False, max_seqlen_k=7, out_dtype=torch.bfloat16)
     assert str(compressed) == "M=1 N=20 H=8 D=32 compressed to 7 bfloat16"
     assert (compressed.width, compressed.compressed) == (7, True)
     assert (DEEPSEEK.width, DEEPSEEK.compressed) == (32768, False)
-    assert len({DEEPSEEK, GLM, Problem(4096, 32768, 64, 128)}) == 2
+    assert len({DEEPSEEK, GLM, MqaLogitsProblem(4096, 32768, 64, 128)}) == 2

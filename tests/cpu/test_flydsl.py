@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 
-from lightning_indexer import Arch, Problem, dispatch
+from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
 from lightning_indexer.backends.flydsl_cdna.layout import CHUNK, KEYS_OF_WAVE, LANES, Layout
-from lightning_indexer.toolchain.occupancy import lds_limit
+from lightning_indexer.selection import registry as dispatch
 
 ARCHS = ("gfx942", "gfx950")
 LAYOUTS = [
@@ -25,8 +25,8 @@ LAYOUTS = [
 ]
 
 
-def problem(rows: int, keys: int, heads: int = 64, head_dim: int = 128, **facts) -> Problem:
-    return Problem(rows, keys, heads, head_dim, **facts)
+def problem(rows: int, keys: int, heads: int = 64, head_dim: int = 128, **facts) -> MqaLogitsProblem:
+    return MqaLogitsProblem(rows, keys, heads, head_dim, **facts)
 
 
 # Gate
@@ -37,7 +37,7 @@ def test_the_gate_is_open_for_every_form(arch):
     for facts in ({}, {"clean_logits": False}, {"clean_logits": False, "max_seqlen_k": 99}):
         for heads, head_dim, out_dtype in itertools.product((32, 64, 128), (64, 128), (torch.float32, torch.bfloat16)):
             asked = problem(1, 1, heads, head_dim, out_dtype=out_dtype, **facts)
-            assert dispatch.get("flydsl").supports(asked, Arch.parse(arch)) is None
+            assert dispatch.kernel("flydsl").supports(asked, Arch.parse(arch)) is None
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_the_gate_is_open_for_every_form(arch):
     ],
 )
 def test_the_gate_says_why_not(asked, sentence):
-    assert dispatch.get("flydsl").supports(asked, Arch.parse("gfx950")) == sentence
-    assert dispatch.get("flydsl").supports(asked._replace(keys=8, heads=64, head_dim=128, aligned=True, max_seqlen_k=0),
-                                           Arch.parse("gfx950")) is None  # fmt: skip
+    assert dispatch.kernel("flydsl").supports(asked, Arch.parse("gfx950")) == sentence
+    good = asked._replace(keys=8, heads=64, head_dim=128, aligned=True, max_seqlen_k=0)
+    assert dispatch.kernel("flydsl").supports(good, Arch.parse("gfx950")) is None
 
 
 def test_other_archs_are_refused_by_name():
-    assert dispatch.get("flydsl").supports(problem(8, 8), Arch.parse("gfx90a")) == (
-        "built for gfx942 and gfx950, not for gfx90a"
+    assert dispatch.kernel("flydsl").supports(problem(8, 8), Arch.parse("gfx90a")) == (
+        "needs CDNA3 or CDNA4 and its fp8 matrix instruction of 32x32x16, not gfx90a's"
     )
 
 
@@ -99,7 +99,7 @@ def test_every_choice_fits(arch):
             assert len(set(found)) == len(found)
             for config in found:
                 plan = layout(asked, Arch.parse(arch), config)
-                assert plan.lds_bytes <= lds_limit(arch)
+                assert plan.lds_bytes <= Arch.parse(arch).shared_bytes
                 assert config.chunk % plan.tile == 0
 
 
@@ -108,7 +108,7 @@ def test_every_choice_fits(arch):
 
 def test_the_name_is_made_of_the_config():
     plan = Layout("gfx950", 32, 128, 2, 2, 3, clean=False)
-    assert plan.name == "fp8_mqa_logits_H32_D128_mfma32x32x64_bkv64_r2_w2_lds3_swizzled_nocl_flydsl"
+    assert plan.name == "fp8_mqa_logits_H32_D128_mfma32x32x64_bkv64_r2_w2_lds3_swizzled_noclean_flydsl"
     plan = Layout("gfx942", 64, 64, 1, 4, 2, clean=False, compressed=True, bf16=True, swizzle=False)
     assert plan.name == "fp8_mqa_logits_H64_D64_mfma16x16x32_bkv256_r1_w4_lds2_compressed_bf16_flydsl"
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
-from types import SimpleNamespace
+import sys
+from importlib.machinery import PathFinder
 
 import pytest
 import torch
 
-from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.gluon_gfx950 import backend
-from lightning_indexer.backends.gluon_gfx950.backend import HEAD_DIMS, HEADS, GluonGfx950, Launch
+from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.backends.gluon_gfx950.backend import GluonGfx950
 from lightning_indexer.backends.gluon_gfx950.config import GluonConfig, heuristic, is_wide, neighbours
-from lightning_indexer.toolchain.occupancy import lds_limit
+from lightning_indexer.backends.gluon_gfx950.mqa_logits import HEAD_DIMS, HEADS, Launch
 
 GFX950 = Arch.parse("gfx950")
-DEEPSEEK = Problem(4096, 32768, 64, 128)
+DEEPSEEK = MqaLogitsProblem(4096, 32768, 64, 128)
 
 
-def contiguous(problem: Problem) -> tuple[int, int, int, int, int]:
+def contiguous(problem: MqaLogitsProblem) -> tuple[int, int, int, int, int]:
     """Strides of q (two), k, weights and out."""
     return problem.heads * problem.head_dim, problem.head_dim, problem.head_dim, problem.heads, problem.keys
 
@@ -28,7 +29,7 @@ def contiguous(problem: Problem) -> tuple[int, int, int, int, int]:
 @pytest.mark.parametrize("keys", [1, 300, 32768, 1048576])
 def test_the_layouts_of_every_config_exist(rows, keys):
     for heads, head_dim in itertools.product(HEADS, HEAD_DIMS):
-        for config in neighbours(Problem(rows, keys, heads, head_dim), GFX950):
+        for config in neighbours(MqaLogitsProblem(rows, keys, heads, head_dim), GFX950):
             assert config.row_warps * config.key_warps == 4
             # A wave has whole tiles of 32 (rows x heads) x 32 keys, whole rows, and whole lines of results.
             assert config.rows % config.row_warps == 0
@@ -38,7 +39,7 @@ def test_the_layouts_of_every_config_exist(rows, keys):
             # A wave's copy is 64 lanes of 16 bytes.
             assert config.block * head_dim % (4 * 64 * 16) == 0
             assert config.buffers >= 2
-            assert config.lds_bytes(head_dim) <= lds_limit("gfx950")
+            assert config.lds_bytes(head_dim) <= GFX950.shared_bytes
             # A wave's accumulators, q and w, in registers of 4 bytes a lane.
             wave = config.rows // config.row_warps * heads
             scores = wave * config.step // config.key_warps // 64
@@ -48,8 +49,8 @@ def test_the_layouts_of_every_config_exist(rows, keys):
 @pytest.mark.parametrize("rows", [1, 300, 4096])
 def test_lds_holds_two_programs_of_what_the_heuristic_takes(rows):
     for heads, head_dim in itertools.product(HEADS, HEAD_DIMS):
-        config = heuristic(Problem(rows, 32768, heads, head_dim), GFX950)
-        assert 2 * config.lds_bytes(head_dim) <= lds_limit("gfx950")
+        config = heuristic(MqaLogitsProblem(rows, 32768, heads, head_dim), GFX950)
+        assert 2 * config.lds_bytes(head_dim) <= GFX950.shared_bytes
 
 
 def test_many_rows_of_the_shipped_model_share_tiles_of_three_buffers():
@@ -64,10 +65,10 @@ def test_many_rows_of_the_shipped_model_share_tiles_of_three_buffers():
 
 
 def test_few_rows_are_cut_along_the_keys():
-    assert heuristic(Problem(1, 1048576, 64, 128), GFX950).chunk == 512
-    assert heuristic(Problem(16384, 1048576, 64, 128), GFX950).chunk == 8192
-    assert heuristic(Problem(128, 32768, 64, 128), GFX950).rows == 2
-    assert heuristic(Problem(1, 32768, 64, 128), GFX950).rows == 1
+    assert heuristic(MqaLogitsProblem(1, 1048576, 64, 128), GFX950).chunk == 512
+    assert heuristic(MqaLogitsProblem(16384, 1048576, 64, 128), GFX950).chunk == 8192
+    assert heuristic(MqaLogitsProblem(128, 32768, 64, 128), GFX950).rows == 2
+    assert heuristic(MqaLogitsProblem(1, 32768, 64, 128), GFX950).rows == 1
 
 
 def test_what_lds_does_not_hold_is_refused_before_the_launch():
@@ -83,7 +84,7 @@ def test_what_lds_does_not_hold_is_refused_before_the_launch():
 def test_buffer_instructions_reach_whatever_is_contiguous(rows, heads):
     """A program's own part of it: 2^31 elements and more of logits, 2^27 keys of K."""
     for keys in (1, 262144, 1048576):
-        problem = Problem(rows, keys, heads, 128)
+        problem = MqaLogitsProblem(rows, keys, heads, 128)
         assert not is_wide(problem, heuristic(problem, GFX950), contiguous(problem))
 
 
@@ -120,13 +121,14 @@ def test_bfloat16_reaches_twice_as_far():
 
 @pytest.mark.parametrize(("exists", "reason"), [(False, "not installed: pip"), (True, r"pip install 'triton>=3.6'")])
 def test_what_is_missing_is_said_with_its_command(monkeypatch, tmp_path, exists, reason):
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)]) if exists else None
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: spec)
-    backend._missing.cache_clear()
+    package = tmp_path / "triton"
+    if exists:
+        package.mkdir()
+        (package / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: PathFinder.find_spec(name))
+    importlib.invalidate_caches()
     assert reason in GluonGfx950().missing()
     if exists:
-        (tmp_path / "experimental" / "gluon" / "language" / "amd" / "cdna4").mkdir(parents=True)
-        backend._missing.cache_clear()
+        (package / "experimental" / "gluon" / "language" / "amd" / "cdna4").mkdir(parents=True)
         assert GluonGfx950().missing() is None
-    monkeypatch.undo()
-    backend._missing.cache_clear()

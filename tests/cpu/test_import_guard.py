@@ -10,13 +10,16 @@ from pathlib import Path
 
 import torch
 
-from helpers import ON_CPU
+from helpers import ON_CPU, SOURCES
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 OPTIONAL = (
     "triton",
     "cuda",
     "flydsl",
+    "cdna_sim",
+    "elftools",
+    "msgpack",
     "tinygrad",
     "typer",
     "rich",
@@ -71,17 +74,18 @@ for name in OPTIONAL:
 
 import torch
 import lightning_indexer as li
-from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.selection import registry
+from lightning_indexer.check.cases import make_inputs, make_windows
 
 cpu = torch.device("cpu")
 inputs = make_inputs(9, 70, 8, 32, cpu)
 ks, ke = make_windows("misaligned", 9, 70, cpu)
 logits = li.fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
-expected = li.reference_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+expected = li.reference_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
 
-problem, sm90 = li.Problem(4096, 32768, 64, 128), li.Arch.parse("sm90")
+problem, sm90 = li.MqaLogitsProblem(4096, 32768, 64, 128), li.Arch.parse("sm90")
 try:
-    li.dispatch.select(problem, sm90, "triton-portable")
+    registry.select(problem, sm90, "triton-portable")
     error = None
 except li.BackendUnavailableError as raised:
     error = str(raised)
@@ -97,7 +101,7 @@ print(json.dumps({
 
 def run(script: str, *arguments: str, **variables: str) -> dict:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(SOURCE), **variables}
+    environment |= {"PYTHONPATH": SOURCES, **variables}
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, check=False
     )

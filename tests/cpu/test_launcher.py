@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import struct
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_indexer import Arch, sim
+from cdna_sim import Argument, Descriptor, KernelInfo, Resources
+from lightning_indexer import Arch
+from lightning_indexer.amd import cdna, launcher_for, pack_arguments, simulates, simulation
+from lightning_indexer.amd import hip_runtime as hip_launcher
+from lightning_indexer.amd.built import Built
+from lightning_indexer.amd.hip_runtime import HipError, HipLauncher
 from lightning_indexer.arch import arch_of, assume
-from lightning_indexer.launcher import hip as hip_launcher
-from lightning_indexer.launcher import launcher_for, pack_arguments, simulates, simulation
-from lightning_indexer.launcher.arguments import hidden_arguments
-from lightning_indexer.launcher.hip import HipError, HipLauncher
-from lightning_indexer.toolchain.built import Built
-from lightning_indexer.toolchain.code_object import Argument, Descriptor, KernelInfo, Resources
 
 
 def info(*arguments: tuple[str, int, int, str], kernarg_bytes: int = 0) -> KernelInfo:
@@ -80,7 +79,7 @@ def test_scratch_pointers_that_triton_appends_are_null():
         ((1,), ValueError, "kernel: got 1 arguments, expected 2"),
         ((1.0, b"12345"), ValueError, "kernel: argument count: got 5 bytes, expected 4"),
         ((1, torch.zeros(1)), ValueError, "kernel: argument count: got a tensor, expected by_value of 4 bytes"),
-        ((1, "2"), TypeError, "kernel: argument count: got str, expected a tensor, a number, bytes or a ctypes"),
+        ((1, "2"), TypeError, "kernel: argument count: got str, expected an array, a number, bytes or a ctypes"),
         ((1, None), TypeError, "kernel: argument count: got NoneType"),
     ],
 )
@@ -95,20 +94,6 @@ def test_an_argument_without_a_name_goes_by_its_number():
         pack_arguments(info(OUT, ("", 8, 2, "by_value")), (0, 1.0))
 
 
-def test_hidden_arguments_say_how_the_kernel_was_launched():
-    hidden = [
-        ("", 16, 4, "hidden_block_count_x"), ("", 20, 4, "hidden_block_count_y"), ("", 24, 4, "hidden_block_count_z"),
-        ("", 28, 2, "hidden_group_size_x"), ("", 30, 2, "hidden_group_size_y"), ("", 32, 2, "hidden_group_size_z"),
-        ("", 34, 2, "hidden_remainder_x"), ("", 40, 8, "hidden_global_offset_x"), ("", 48, 2, "hidden_grid_dims"),
-        ("", 52, 4, "hidden_dynamic_lds_size"), ("", 56, 8, "hidden_hostcall_buffer"),
-    ]  # fmt: skip
-    kernel = info(OUT, *hidden, kernarg_bytes=96)
-    packed = pack_arguments(kernel, (5,))
-    assert packed == struct.pack("<Q", 5), "hidden arguments are not the caller's"
-    segment = hidden_arguments(kernel, packed, (3, 4, 1), (256, 1, 1), 1234)
-    assert segment == struct.pack("<Q8x3I3HH4xQH2xIQ32x", 5, 3, 4, 1, 256, 1, 1, 0, 0, 2, 1234, 0)
-
-
 # HIP
 
 
@@ -121,34 +106,53 @@ class OnGpu(torch.Tensor):
         return 0x7F00_0000_1000
 
 
-class FakeHip:
-    """Records what it is called with, the kernarg segment as the runtime would read it."""
+ELF = b"\x7fELF\0 and so on\0"
+POINTER, UNSIGNED = ctypes.c_void_p, ctypes.c_uint
+ANSWER, MODULE, FUNCTION = 209, 0x1000_0000_0010, 0x1000_0000_0020
 
-    hipError_t = SimpleNamespace(hipSuccess=0)  # noqa: N815
+
+class FakeHip:
+    """Functions of the C calling convention in place of the runtime's; records what they are called with.
+
+    The kernarg segment is read as the runtime would read it.
+    """
 
     def __init__(self, fail: str = "") -> None:
         self.calls: list[tuple] = []
         self.fail = fail
+        for name, *arguments in (
+            ("hipModuleLoadData", POINTER, POINTER),
+            ("hipModuleGetFunction", POINTER, POINTER, ctypes.c_char_p),
+            ("hipModuleLaunchKernel", POINTER, *[UNSIGNED] * 7, POINTER, POINTER, POINTER),
+        ):
+            setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(self._recorded(name)))
+        self.hipGetErrorName = ctypes.CFUNCTYPE(POINTER, ctypes.c_int)(self._name_of)
 
-    def _answer(self, name: str, *result: object) -> tuple:
-        error = SimpleNamespace(name="hipErrorInvalidImage") if name == self.fail else 0
-        return (error, *result)
+    def _recorded(self, name: str):
+        def call(*arguments):
+            getattr(self, f"_{name}")(*arguments)
+            return ANSWER if name == self.fail else 0
 
-    def hipModuleLoadData(self, image):  # noqa: N802
-        self.calls.append(("load", bytes(image[:4])))
-        return self._answer("hipModuleLoadData", "module")
+        return call
 
-    def hipModuleGetFunction(self, module, name):  # noqa: N802
+    def _name_of(self, error: int) -> int:
+        self.text = ctypes.create_string_buffer(b"hipErrorNoBinaryForGpu" if error == ANSWER else b"?")
+        return ctypes.addressof(self.text)
+
+    def _hipModuleLoadData(self, module, image):  # noqa: N802
+        self.calls.append(("load", ctypes.string_at(image, len(ELF))))
+        POINTER.from_address(module).value = MODULE
+
+    def _hipModuleGetFunction(self, function, module, name):  # noqa: N802
         self.calls.append(("function", module, name))
-        return self._answer("hipModuleGetFunction", "function")
+        POINTER.from_address(function).value = FUNCTION
 
-    def hipModuleLaunchKernel(self, function, gx, gy, gz, bx, by, bz, lds, stream, parameters, extra):  # noqa: N802
-        config = (ctypes.c_void_p * 5).from_address(extra.value)
+    def _hipModuleLaunchKernel(self, function, gx, gy, gz, bx, by, bz, lds, stream, parameters, extra):  # noqa: N802
+        config = (ctypes.c_void_p * 5).from_address(extra)
         assert (config[0], config[2], config[4]) == (1, 2, 3)
         size = ctypes.c_size_t.from_address(config[3]).value
         segment = ctypes.string_at(config[1], size)
         self.calls.append(("launch", function, (gx, gy, gz), (bx, by, bz), lds, stream, parameters, segment))
-        return self._answer("hipModuleLaunchKernel")
 
 
 @pytest.fixture
@@ -168,7 +172,7 @@ def gpu(monkeypatch):
 
 class FakeCode:
     def __init__(self, *arguments: tuple[str, int, int, str]) -> None:
-        self.elf = b"\x7fELF and so on"
+        self.elf = ELF
         self.info = info(*arguments)
 
     def kernel(self, name: str) -> KernelInfo:
@@ -186,10 +190,10 @@ def test_hip_launch(gpu):
     launcher.launch(kernel, (7, 2, 1), 256, (tensor, 9), outputs=("out",))
     launcher.launch(kernel, (7, 2, 1), (64, 2, 1), (tensor, -1), stream=0x1234)
     assert fake.calls == [
-        ("load", b"\x7fELF"),
-        ("function", "module", b"kernel"),
-        ("launch", "function", (7, 2, 1), (256, 1, 1), 512, 0xABC1, None, struct.pack("<Qi", 0x7F00_0000_1000, 9)),
-        ("launch", "function", (7, 2, 1), (64, 2, 1), 512, 0x1234, None, struct.pack("<Qi", 0x7F00_0000_1000, -1)),
+        ("load", ELF),
+        ("function", MODULE, b"kernel"),
+        ("launch", FUNCTION, (7, 2, 1), (256, 1, 1), 512, 0xABC1, None, struct.pack("<Qi", 0x7F00_0000_1000, 9)),
+        ("launch", FUNCTION, (7, 2, 1), (64, 2, 1), 512, 0x1234, None, struct.pack("<Qi", 0x7F00_0000_1000, -1)),
     ]
     assert gpu == [1, 1], "the device of the tensors, not the current one"
 
@@ -210,10 +214,13 @@ def test_hip_loads_a_code_object_once_for_each_kernel_and_device(gpu):
 
 
 @pytest.mark.parametrize("call", ["hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel"])
-def test_hip_errors_name_the_call(gpu, call):
+def test_hip_errors_name_the_kernel_and_the_call(gpu, call):
     launcher = HipLauncher(FakeHip(fail=call))
-    with pytest.raises(HipError, match=f"^{call}: hipErrorInvalidImage$"):
-        launcher.launch(built(), (1, 1, 1), 64, (torch.zeros(2).as_subclass(OnGpu), 0))
+    for _ in range(2):  # a kernel that failed to load is not taken for loaded
+        with pytest.raises(HipError) as raised:
+            launcher.launch(built(), (1, 1, 1), 64, (torch.zeros(2).as_subclass(OnGpu), 0))
+        assert str(raised.value).startswith(f"kernel (hip) was not launched: {call}: hipErrorNoBinaryForGpu. ")
+        assert "LIGHTNING_INDEXER_BACKEND=triton-portable" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -231,19 +238,13 @@ def test_hip_needs_tensors_on_one_gpu(gpu, arguments, message):
     assert fake.calls == []
 
 
-def test_hip_python_missing_is_said_with_its_command():
-    assert hip_launcher.missing() == "hip-python is not installed: pip install 'lightning-indexer[hip]'"
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-indexer\[hip\]'"):
-        HipLauncher()
-
-
 # Which launcher runs a call
 
 
 @pytest.fixture
 def _simulator(monkeypatch):
     """The launcher alone: it is made where the decoder cannot be installed too (Python 3.10)."""
-    monkeypatch.setattr(sim, "missing", lambda: None)
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: None)
 
 
 @pytest.mark.usefixtures("_simulator")
@@ -297,7 +298,7 @@ def test_assume_is_undone():
 
 
 def test_what_the_simulator_lacks_is_said(monkeypatch):
-    monkeypatch.setattr(sim, "missing", lambda: "the simulator needs tinygrad: pip install it")
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: "the simulator needs tinygrad: pip install it")
     with pytest.raises(ModuleNotFoundError, match="the simulator needs tinygrad: pip install it"), simulation("gfx950"):
         pass
     assert arch_of("cpu").name == "cpu"
@@ -312,35 +313,37 @@ MAPS = """\
 """
 
 
-def test_two_hip_runtimes_in_a_process_are_said(tmp_path, monkeypatch):
-    first, second, link = (
-        tmp_path / "libamdhip64.so.7",
-        tmp_path / "lib" / "libamdhip64.so.7",
-        tmp_path / "libamdhip64.so",
-    )
+def test_the_runtimes_of_a_process(tmp_path):
+    first, second = tmp_path / "libamdhip64.so.7", tmp_path / "lib" / "libamdhip64.so.7"
+    link, maps = tmp_path / "libamdhip64.so", tmp_path / "maps"
     second.parent.mkdir()
     first.touch()
     second.touch()
     link.symlink_to(first)
-    maps = tmp_path / "maps"
     maps.write_text(MAPS.format(first=first, second=link))
-    assert hip_launcher._loaded_runtimes(maps) == [str(first)]
+    assert hip_launcher._mapped(maps) == [str(first)]
     maps.write_text(MAPS.format(first=first, second=second))
-    both = hip_launcher._loaded_runtimes(maps)
-    assert both == sorted(map(str, (first, second)))
-    assert hip_launcher._loaded_runtimes(tmp_path / "none") == []
+    assert hip_launcher._mapped(maps) == sorted(map(str, (first, second)))
+    assert hip_launcher._mapped(tmp_path / "none") == []
 
-    module = SimpleNamespace(hipRuntimeGetVersion=lambda: (0, 70000000))
-    monkeypatch.setitem(sys.modules, "hip", SimpleNamespace(hip=module))
-    monkeypatch.setattr(hip_launcher.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(hip_launcher, "_loaded_runtimes", lambda: both[:1])
-    assert HipLauncher()._hip is module
-    monkeypatch.setattr(hip_launcher, "_loaded_runtimes", lambda: both)
-    with pytest.raises(HipError, match=f"two HIP runtimes are loaded, {both[0]} and {both[1]}: PyTorch's streams"):
-        HipLauncher()
-    # Selection hears of it where PyTorch runs on ROCm.
-    hip_launcher.default.cache_clear()
-    assert hip_launcher.missing() is None
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert "two HIP runtimes" in hip_launcher.missing()
-    hip_launcher.default.cache_clear()
+
+def test_a_runtime_that_is_not_found_is_an_error_of_the_first_launch(gpu, tmp_path, monkeypatch):
+    """And nothing before it: what a machine has is not asked when a launcher is made, or a backend is selected."""
+    launcher = HipLauncher()
+    maps = tmp_path / "maps"
+    for loaded, said in ((MAPS, "2 are loaded: "), ("", "no libamdhip64 is loaded")):
+        maps.write_text(loaded.format(first=tmp_path / "libamdhip64.so.6", second=tmp_path / "libamdhip64.so.7"))
+        runtime = functools.partial(_RUNTIME, tmp_path, maps)
+        monkeypatch.setattr(hip_launcher, "_runtime", runtime)
+        with pytest.raises(HipError) as raised:
+            launcher.launch(built(), (1, 1, 1), 64, (torch.zeros(2).as_subclass(OnGpu), 0))
+        message = str(raised.value)
+        assert message.startswith("kernel (hip) was not launched: the HIP runtime of PyTorch ")
+        assert f"{tmp_path / 'libc10_hip.so'}: it is not there; {said}" in message
+    maps.write_text(MAPS.format(first=tmp_path / "libamdhip64.so.7", second=tmp_path / "libamdhip64.so.7"))
+    (tmp_path / "libamdhip64.so.7").write_text("not a library")
+    with pytest.raises(HipError, match=r"was not launched: the HIP runtime of PyTorch .* 1 are loaded"):
+        launcher.launch(built(), (1, 1, 1), 64, (torch.zeros(2).as_subclass(OnGpu), 0))
+
+
+_RUNTIME = hip_launcher._runtime

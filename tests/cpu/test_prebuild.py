@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import warnings
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from lightning_indexer import Arch, Problem, cli, dispatch, prebuild
-from lightning_indexer.backends.cuda_sm90 import backend as sm90
+from lightning_indexer import Arch, MqaLogitsProblem, artifacts
+from lightning_indexer.backends.cuda_sm90 import mqa_logits as sm90
 from lightning_indexer.backends.cuda_sm90.config import heuristic
 from lightning_indexer.backends.flydsl_cdna import config as flydsl
 from lightning_indexer.backends.hip_gfx950 import config as hip
-from lightning_indexer.toolchain import nvrtc
+from lightning_indexer.calls import prebuild
+from lightning_indexer.cli import app as cli
+from lightning_indexer.cuda import nvrtc
+from lightning_indexer.selection import registry as dispatch
 
 SM90, GFX942, GFX950 = map(Arch.parse, ("sm90", "gfx942", "gfx950"))
 
@@ -25,7 +31,7 @@ SM90, GFX942, GFX950 = map(Arch.parse, ("sm90", "gfx942", "gfx950"))
     ids=lambda value: getattr(value, "name", None),
 )
 def test_backends_by_arch(arch, names):
-    assert [backend.name for backend in prebuild.backends(arch)] == names
+    assert prebuild.backends(arch) == names
 
 
 def test_a_plan_has_every_size_that_heuristics_tell_apart():
@@ -53,10 +59,10 @@ def test_heuristics_take_no_kernel_beyond_the_plan():
                    for problem in batch.problems}  # fmt: skip
         for m in (1, 2, 3, 5, 17, 61, 100, 671, 2048, 3000, 5000, 16384):
             for n in (1, 100, 5000, 20000, 65536, 250000, 10**6):
-                assert _name(name, Problem(m, n, 32, 128), arch) in planned
+                assert _name(name, MqaLogitsProblem(m, n, 32, 128), arch) in planned
 
 
-def _name(backend: str, problem: Problem, arch: Arch) -> str:
+def _name(backend: str, problem: MqaLogitsProblem, arch: Arch) -> str:
     if backend == "cuda-sm90":
         return heuristic(problem, arch).name
     if backend == "flydsl":
@@ -64,13 +70,10 @@ def _name(backend: str, problem: Problem, arch: Arch) -> str:
     return hip.heuristic(problem, arch).name
 
 
-class Faulty:
-    """Compiles every second kernel."""
+class FaultyKernel:
+    """Compiles every second time."""
 
-    name, summary, count = "faulty", "", 0
-
-    def missing(self):
-        return None
+    count = 0
 
     def supports(self, problem, arch):
         return None
@@ -81,7 +84,17 @@ class Faulty:
             raise ArithmeticError("the compiler said no")
         return f"kernel {self.count % 4}"
 
-    prepare = candidates = precompile
+    config = neighbours = launch = precompile
+
+
+class Faulty:
+    name, summary = "faulty", ""
+
+    def __init__(self, kernel=None):
+        self.kernels = {"fp8_mqa_logits": kernel or FaultyKernel()}
+
+    def missing(self):
+        return None
 
 
 def test_a_compiler_error_is_told_with_what_was_done(monkeypatch):
@@ -90,7 +103,7 @@ def test_a_compiler_error_is_told_with_what_was_done(monkeypatch):
     done = prebuild.compile_batch(batch)
     assert (done.kernels, done.error) == (("kernel 1", "kernel 3"), "the compiler said no")
     monkeypatch.setattr(prebuild, "run", lambda batches, jobs: map(prebuild.compile_batch, batches))
-    dispatch.get("faulty").count = 0
+    dispatch.kernel("faulty").count = 0
     result = CliRunner().invoke(cli.app, ["prebuild", "--arch", "sm90", "--heads", "32", "--backend", "faulty"])
     assert result.exit_code == 1
     assert "FAIL faulty H=32 D=128: the compiler said no" in result.output
@@ -130,6 +143,66 @@ def test_a_cache_that_cannot_be_written_is_an_error(monkeypatch, tmp_path):
     assert "cannot write into" in result.output
 
 
+class StoringKernel(FaultyKernel):
+    """Stores one kernel in the disk cache."""
+
+    def precompile(self, problem, arch):
+        return artifacts.get_or_build(("key",), ".cubin", lambda: b"kernel").decode()
+
+
+@pytest.mark.parametrize("how", ["full disk", "half written", "trusted by nobody"])
+def test_prebuild_fails_where_a_later_process_would_find_nothing(monkeypatch, tmp_path, how):
+    monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Faulty(StoringKernel()))
+    monkeypatch.setattr(prebuild, "run", lambda batches, jobs: map(prebuild.compile_batch, batches))
+    arguments = ["prebuild", "--arch", "sm90", "--heads", "32", "--backend", "faulty"]
+    real = Path.replace
+
+    def replace(self, target):
+        if how == "full disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.write_bytes(b"")
+        return real(self, target)
+
+    if how == "trusted by nobody":
+        tmp_path.chmod(0o777)
+        said = "other users may write to it"
+    else:
+        monkeypatch.setattr(Path, "replace", replace)
+        said = "No space left on device" if how == "full disk" else "does not hold what was just written"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 1
+    assert "FAIL faulty H=32 D=128: nothing is kept in" in result.output
+    assert said in result.output
+    assert not list(tmp_path.glob("*.tmp"))
+    monkeypatch.setattr(Path, "replace", real)
+    tmp_path.chmod(0o755)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert CliRunner().invoke(cli.app, arguments).exit_code == 0
+
+
+def test_an_empty_file_does_not_pass_for_a_kernel(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Faulty(StoringKernel()))
+    [batch] = prebuild.plan(SM90, [32], [64], names=["faulty"])
+    assert prebuild.compile_batch(batch).error == ""
+    [path] = tmp_path.iterdir()
+    path.write_bytes(b"")
+    with pytest.warns(RuntimeWarning, match="is not what was stored there"):
+        assert prebuild.compile_batch(batch) == prebuild.Prebuilt(batch, ("kernel",))
+    assert path.read_bytes().startswith(b"kernel")
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch):
+    monkeypatch.setattr("lightning_indexer.envs.cache_dir", lambda: None)
+    result = CliRunner().invoke(cli.app, ["prebuild", "--arch", "sm90", "--heads", "8"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "this user has no home directory: name a folder" in result.output
+
+
 def test_a_launch_finds_what_was_compiled(monkeypatch, tmp_path):
     if (reason := nvrtc.missing()) is not None:
         pytest.skip(reason)
@@ -144,10 +217,10 @@ def test_a_launch_finds_what_was_compiled(monkeypatch, tmp_path):
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(nvrtc, "build", compiled_again)
-    config = heuristic(Problem(700, 9000, 8, 32), SM90)
+    config = heuristic(MqaLogitsProblem(700, 9000, 8, 32), SM90)
     assert nvrtc.cubin(sm90.SOURCE, sm90.NVRTC_ARCH, dict(config.macros().items()))
     with pytest.raises(AssertionError, match="compiled again"):
-        nvrtc.cubin(sm90.SOURCE, sm90.NVRTC_ARCH, heuristic(Problem(700, 9000, 16, 32), SM90).macros())
+        nvrtc.cubin(sm90.SOURCE, sm90.NVRTC_ARCH, heuristic(MqaLogitsProblem(700, 9000, 16, 32), SM90).macros())
 
 
 @pytest.mark.parametrize(

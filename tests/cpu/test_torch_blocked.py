@@ -26,11 +26,12 @@ from helpers import (
     options_of,
     same_bits,
 )
-from lightning_indexer import Arch, Problem, calc_diff, fp8_mqa_logits, reference_logits
-from lightning_indexer.backends.torch_blocked import backend as backend_module
+from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, fp8_mqa_logits, reference_logits
+from lightning_indexer.backends.torch_blocked import mqa_logits as backend_module
 from lightning_indexer.backends.torch_blocked.config import BlockConfig, heuristic
-from lightning_indexer.bench.cases import WINDOWS, Inputs, make_inputs, make_windows
+from lightning_indexer.check.cases import WINDOWS, Inputs, make_inputs, make_windows
 from lightning_indexer.fp8 import dequantize_k
+from lightning_indexer.selection import registry
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 # calc_diff against float32 on the operands before quantisation, spec section 4.
@@ -44,7 +45,7 @@ BLOCKS = {"one block": None, "many blocks": BlockConfig(2, 16, 32), "odd blocks"
 def blocks(request, monkeypatch):
     config = BLOCKS[request.param]
     if config is not None:
-        monkeypatch.setattr(backend_module, "heuristic", lambda problem, arch: config)
+        monkeypatch.setattr(registry.kernel("torch-blocked"), "config", lambda problem, arch: config)
     return config
 
 
@@ -143,7 +144,7 @@ def test_rows_without_a_window(blocks, rows, keys, form):
 def test_accuracy_against_the_operands_before_quantisation():
     inputs = make_inputs(64, 384, 32, 128, CPU)
     ks, ke = make_windows("misaligned", 64, 384, CPU)
-    exact = reference_logits(inputs.q, inputs.k, torch.ones(384), inputs.weights, ks, ke)
+    exact = reference_logits(inputs.q, (inputs.k, torch.ones(384)), inputs.weights, ks, ke)
     inside = exact != float("-inf")
     diff = calc_diff(call(inputs, ks, ke), exact, inside)
     assert 1e-6 < diff < MAX_DIFF_UNQUANTISED
@@ -239,7 +240,7 @@ def test_keys_outside_of_every_window_are_not_read_into_a_result(blocks, form, d
 
 @pytest.mark.parametrize(("form", "dtype"), FORMS_AND_DTYPES)
 def test_twenty_calls_are_bitwise_equal(form, dtype, monkeypatch):
-    monkeypatch.setattr(backend_module, "heuristic", lambda problem, arch: BlockConfig(8, 64, 128))
+    monkeypatch.setattr(registry.kernel("torch-blocked"), "config", lambda problem, arch: BlockConfig(8, 64, 128))
     inputs = make_inputs(61, 200, 32, 64, CPU)
     ks, ke = make_windows("misaligned", 61, 200, CPU)
     width = 200 if form == "compressed" else 0
@@ -339,13 +340,14 @@ def test_the_four_pairs_of_gfx942(monkeypatch, q_dtype, k_dtype, form, dtype):
 def test_the_backend_of_gfx942_is_given_fnuz(monkeypatch, q_dtype, k_dtype):
     monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx942")
     seen = []
-    original = backend_module.TorchBlocked.prepare
+    kernel = registry.kernel("torch-blocked")
+    original = kernel.launch
 
-    def prepare(self, problem, arch):
-        run = original(self, problem, arch)
-        return lambda operands, out: seen.append((problem, arch, operands)) or run(operands, out)
+    def launch(problem, arch, config):
+        run = original(problem, arch, config)
+        return lambda call: seen.append((problem, arch, call)) or run(call)
 
-    monkeypatch.setattr(backend_module.TorchBlocked, "prepare", prepare)
+    monkeypatch.setattr(kernel, "launch", launch)
     inputs = make_inputs(4, 40, 4, 32, CPU)
     inputs = dataclasses.replace(
         inputs, q_fp8=inputs.q.clamp(-200, 200).to(q_dtype), k_fp8=inputs.k.clamp(-200, 200).to(k_dtype)
@@ -394,7 +396,7 @@ def test_the_reference_is_the_formula():
 @pytest.mark.parametrize("rows", [1, 17, 16384])
 def test_heuristic(arch, heads, rows):
     arch = Arch.parse(arch)
-    config = heuristic(Problem(rows, 131072, heads, 128), arch)
+    config = heuristic(MqaLogitsProblem(rows, 131072, heads, 128), arch)
     assert 1 <= config.block_rows <= rows
     assert config.panel_keys % config.block_keys == 0
     score_bytes = 4 * config.block_rows * heads * config.block_keys
@@ -464,7 +466,7 @@ class TestThreads:
         """PyTorch's own OpenMP threads do not survive a fork either, so the child here computes nothing."""
         code = (
             "import os, sys, torch\n"
-            "from lightning_indexer.backends.torch_blocked.backend import _pool\n"
+            "from lightning_indexer.backends.torch_blocked.mqa_logits import _pool\n"
             "work = lambda: list(_pool(2).map(abs, (-1, -2)))\n"
             "assert work() == [1, 2]\n"
             "child = os.fork()\n"

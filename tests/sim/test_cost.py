@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 from typer.testing import CliRunner
+
+from processes import python
 
 pytest.importorskip("tinygrad")
 pytest.importorskip("ziglang")
 
-from lightning_indexer import cli, cli_common, dispatch, envs
+from lightning_indexer import envs
 from lightning_indexer.arch import Arch
-from lightning_indexer.bench import rates
-from lightning_indexer.bench.cost import Model
-from lightning_indexer.problem import Problem
+from lightning_indexer.cli import app as cli
+from lightning_indexer.cli import common as cli_common
+from lightning_indexer.model import rates
+from lightning_indexer.model.cost import Model
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.selection import registry as dispatch
 
 GFX950 = Arch.parse("gfx950")
 
@@ -38,17 +39,13 @@ def cost_in_own_process(*arguments: str, published: str = "PUBLISHED") -> str:
     """The same for kernels of Triton, which in this process are Triton's interpreter's."""
     code = (
         "import sys\n"
-        "from lightning_indexer import cli, cli_common\n"
-        "from lightning_indexer.bench import rates\n"
+        "from lightning_indexer.cli import app as cli, common as cli_common\n"
+        "from lightning_indexer.model import rates\n"
         f"rates.PUBLISHED = rates.{published}\n"
         "cli_common.out._width = 250\n"
         "cli.app(['cost', *sys.argv[1:]])\n"
     )
-    command = [sys.executable, "-c", code, *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
+    return python("-c", code, *arguments, timeout=300)
 
 
 def row(text: str, *words: str) -> list[str]:
@@ -68,7 +65,7 @@ def test_chosen_shapes_beside_what_was_published(cost):
     assert float(published[8].removesuffix(" of it")) == pytest.approx(float(published[4]) / 35.2, abs=0.01)
     other = row(text, "64", "512", "causal")
     assert other[6:9] == ["-", "-", "-"]
-    assert "fp8_mqa_logits_H32_D128_mfma32x32x64_stream_r4_w4_k2_clamp_clean_hip" in text
+    assert "fp8_mqa_logits_H32_D128_mfma32x32x64_stream_r4_w4_k2_max_clean_hip" in text
 
 
 def test_heads_for_which_nothing_was_published():
@@ -107,8 +104,8 @@ def test_what_cannot_be_predicted(cost):
 
 def test_a_partial_workgroup_is_not_taken_for_a_whole_one():
     """With rows in reverse the first workgroup is the last, partial one: fewer stores for as many products."""
-    problems = [Problem(1026, 4096, 32, 128), Problem(1024, 4096, 32, 128)]
+    problems = [MqaLogitsProblem(1026, 4096, 32, 128), MqaLogitsProblem(1024, 4096, 32, 128)]
     for problem in problems:
-        model = Model(dispatch.get("hip-gfx950"), [problem], GFX950, rates.MI355X)
+        model = Model("hip-gfx950", dispatch.kernel("hip-gfx950"), [problem], GFX950, rates.MI355X)
         [kernel] = model.kernels
         assert kernel.of_tile(problem)["store out"] == pytest.approx(32 * 4)

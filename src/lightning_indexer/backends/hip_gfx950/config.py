@@ -6,15 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 
 TILE = 32  # keys of one matrix product
 STAGE = 64  # keys of one stage in LDS
 # Rows and heads of a wave in registers: q takes 16 registers of a lane for each 32 heads, their weights 16 more.
 MAX_HEADS_OF_WAVE = 256
 MAX_SPLITS = 65535  # of the grid's y
-# Where a row of K is at least this many times the rows, keys are streamed; below, they are staged through LDS.
+# Where keys are at least this many times the rows, they are streamed; below, they are staged through LDS. The policy
+# prefers this backend where they are streamed, at one H and D.
 STREAM_RATIO = 8
+PREFERRED_HEADS, PREFERRED_HEAD_DIM = 32, 128
 
 Strategy = Literal["stream", "lds"]
 Relu = Literal["clamp", "max"]
@@ -32,7 +34,8 @@ class Tunables:
         num_warps: waves of a workgroup: 1, 2, 4 or 8. In ``stream`` they split tiles, in ``lds`` rows.
         unroll2: two tiles in registers, one on its way while the other is used; ``stream`` alone.
         reverse_rows: row blocks start from the last one.
-        relu: ``clamp``, the packed clamped product, or ``max``, one ``v_max_f32`` a value.
+        relu: ``max``, one ``v_max_f32`` a value, or ``clamp``, a packed clamped product; the latter only where it
+            is asked for, since no hardware has shown that packed float32 products obey ``clamp``.
         reduce: ``fma``, the head sum in float32, or ``mfma``, a second matrix product of values rounded to bfloat16;
             never the heuristic's choice.
     """
@@ -80,7 +83,7 @@ class KernelConfig:
     @property
     def name(self) -> str:
         """The kernel's name in traces; what is a launch argument is not in it."""
-        form = "clean" if self.clean else "nocl"
+        form = "clean" if self.clean else "noclean"
         pipeline = f"k{1 + self.unroll2}" if self.strategy == "stream" else f"lds2x{STAGE}"
         return (
             f"fp8_mqa_logits_H{self.heads}_D128_mfma32x32x64_{self.strategy}_r{self.block_m}_w{self.num_warps}"
@@ -117,7 +120,7 @@ class KernelConfig:
         return -(-rows // self.rows_of_block), self.split_n, 1
 
 
-def heuristic(problem: Problem, arch: Arch, fixed: Tunables | None = None) -> KernelConfig:
+def heuristic(problem: MqaLogitsProblem, arch: Arch, fixed: Tunables | None = None) -> KernelConfig:
     """The config of a problem; what ``fixed`` sets is kept.
 
     Raises:
@@ -133,6 +136,11 @@ def heuristic(problem: Problem, arch: Arch, fixed: Tunables | None = None) -> Ke
             "q and weights of a wave's rows lie in its registers"
         )
     num_warps = fixed.num_warps or 4
+    if block_m * problem.heads > MAX_HEADS_OF_WAVE // 2 and num_warps > 4:
+        raise ValueError(
+            f"num_warps: got {num_warps} with block_m {block_m} and H={problem.heads}, expected at most 4: eight waves "
+            f"of a workgroup have 256 registers each, which hold q and weights of {MAX_HEADS_OF_WAVE // 2} heads"
+        )
     unroll2 = strategy == "stream" if fixed.unroll2 is None else fixed.unroll2
     if unroll2 and strategy == "lds":
         raise ValueError("unroll2: got True with strategy 'lds', whose stages lie in LDS, expected False")
@@ -140,12 +148,12 @@ def heuristic(problem: Problem, arch: Arch, fixed: Tunables | None = None) -> Ke
     reverse = problem.keys > 2048 if fixed.reverse_rows is None else fixed.reverse_rows
     config = KernelConfig(
         problem.heads, problem.clean_logits, strategy, block_m, 1, num_warps, unroll2, reverse,
-        fixed.relu or "clamp", fixed.reduce or "fma",
+        fixed.relu or "max", fixed.reduce or "fma",
     )  # fmt: skip
     return replace(config, split_n=fixed.split_n or _splits(problem, arch, config))
 
 
-def _splits(problem: Problem, arch: Arch, config: KernelConfig) -> int:
+def _splits(problem: MqaLogitsProblem, arch: Arch, config: KernelConfig) -> int:
     """Enough workgroups to fill the device twice over, while each wave still has eight tiles to spread its prologue."""
     blocks = config.grid(problem.rows)[0]
     resident = arch.units * 4 * config.occupancy // config.num_warps
@@ -155,11 +163,11 @@ def _splits(problem: Problem, arch: Arch, config: KernelConfig) -> int:
     return max(1, min(wanted, most, MAX_SPLITS))
 
 
-def neighbours(problem: Problem, arch: Arch) -> list[KernelConfig]:
+def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[KernelConfig]:
     """What ``bench --tune`` measures: the heuristic's choice first, then those around it."""
     chosen = heuristic(problem, arch)
     other: Strategy = "lds" if chosen.strategy == "stream" else "stream"
-    found = [Tunables(strategy=other), Tunables(relu="max")]
+    found = [Tunables(strategy=other), Tunables(relu="clamp")]
     found += [Tunables(split_n=splits) for splits in {max(1, chosen.split_n // 2), chosen.split_n * 2}]
     found += [Tunables(num_warps=warps) for warps in (2, 8)]
     found += [Tunables(block_m=2)]
