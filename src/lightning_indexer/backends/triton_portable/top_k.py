@@ -26,19 +26,23 @@ class TopKConfig:
 
     Attributes:
         block: columns of a tile.
+        span: columns that are listed at a time, a multiple of ``block``.
         capacity: entries of a program's list, a power of two and at least 2 k.
         sample: scores that the gate is guessed from, a power of two of at most ``capacity``.
         splits: segments of a row; above 1, a second launch merges them.
         programs: rows in work at a time, on each multiprocessor or compute unit.
         num_warps: Triton's.
+        registers: of a thread, on NVIDIA; 0 leaves them to the compiler, which takes all and leaves one program a unit.
     """
 
     block: int
+    span: int
     capacity: int
     sample: int
     splits: int
     programs: int
     num_warps: int
+    registers: int = 80
 
 
 def heuristic(problem: TopKProblem, arch: Arch) -> TopKConfig:
@@ -46,7 +50,7 @@ def heuristic(problem: TopKProblem, arch: Arch) -> TopKConfig:
     capacity = max(2048, 2 * _power_of_two(problem.k))
     segment = -(-problem.width // (splits := _splits(problem, arch)))
     sample = 4096 if segment > 65536 and capacity >= 4096 else 2048
-    return TopKConfig(4096 if capacity >= 4096 else 2048, capacity, sample, splits, 8, 8 if capacity >= 4096 else 4)
+    return TopKConfig(2048, 8192, capacity, sample, splits, 8, 8)
 
 
 def _splits(problem: TopKProblem, arch: Arch) -> int:
@@ -58,8 +62,10 @@ def _splits(problem: TopKProblem, arch: Arch) -> int:
 def neighbours(problem: TopKProblem, arch: Arch) -> list[TopKConfig]:
     """What a tuning run measures: the heuristic's choice first, then those around it."""
     chosen = heuristic(problem, arch)
-    others = [replace(chosen, block=block) for block in (1024, 2048, 4096)]
+    others = [replace(chosen, block=block) for block in (1024, 4096)]
+    others += [replace(chosen, span=span) for span in (4096, 16384)]
     others += [replace(chosen, num_warps=warps) for warps in (4, 8, 16)]
+    others += [replace(chosen, registers=registers) for registers in (64, 96, 128)]
     others += [replace(chosen, sample=sample) for sample in (1024, 2048, 4096) if sample <= chosen.capacity]
     others += [replace(chosen, programs=programs) for programs in (4, 16)]
     others += [replace(chosen, splits=splits) for splits in {max(1, chosen.splits // 2), chosen.splits * 2}]
@@ -108,10 +114,12 @@ class TopKLaunch:
         self.problem, self.arch, self.config = problem, arch, config
         items = problem.rows * config.splits
         self.grid = (max(1, min(items, config.programs * arch.units)), 1, 1)
-        self.list_bytes = self.grid[0] * config.capacity * 8
+        self.list_bytes = self.grid[0] * (2 * config.capacity + config.span // 32) * 4
         self.segment_bytes = -(-problem.rows * config.splits * problem.k * 4 // 16) * 16 if config.splits > 1 else 0
         self.workspace_bytes = self.list_bytes + 2 * self.segment_bytes
-        self.options = {"num_warps": config.num_warps, "num_stages": 1}
+        self.options = {"num_warps": config.num_warps, "num_stages": 1, "enable_fp_fusion": True}
+        if arch.vendor == "nvidia" and config.registers:
+            self.options["maxnreg"] = config.registers
 
     def __call__(self, call: TopKCall) -> None:
         workspace = call.workspace
@@ -123,7 +131,7 @@ class TopKLaunch:
     def passes(self, call: TopKCall, workspace: torch.Tensor) -> list[dict[str, Any]]:
         """Every argument of each launch, by name."""
         problem, splits = self.problem, self.config.splits
-        entries = workspace[: self.list_bytes].view(torch.int64)
+        entries = workspace[: self.list_bytes].view(torch.int32)
         base = call.offsets if problem.index_base == "offset" else call.page_table
         whole: dict[str, Any] = {
             "logits_ptr": call.logits,
@@ -143,6 +151,7 @@ class TopKLaunch:
             "indices_stride": call.indices.stride(0),
             "values_stride": call.values.stride(0) if call.values is not None else 0,
             "BLOCK": self.config.block,
+            "SPAN": self.config.span,
             "CAPACITY": self.config.capacity,
             "SAMPLE": self.config.sample,
             "SORTED": _power_of_two(problem.k),

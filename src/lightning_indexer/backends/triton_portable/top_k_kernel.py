@@ -3,19 +3,20 @@
     the k best of row m's candidates [start, end): score descending, then position; NaN is no candidate
 
 Plan. A program takes one row after another. It guesses a gate from a sample of the row, so that somewhat more than k
-scores reach it; one streaming pass then appends every candidate that does, in ascending position, to the program's own
-list in global memory. The list is small enough for registers: there the exact cut is found by narrowing an interval of
-keys, ties at the cut are taken by position, and the result is written in order.
+scores reach it. One streaming pass turns every tile into one bit a column, and every span of tiles into entries of the
+program's own list, in ascending position. The list is small enough for registers: there the exact cut is found by
+narrowing an interval of keys, ties at the cut are taken by position, and the result is written in order. Rows no longer
+than the list are their own list.
 
 A guess that misses (fewer than k, or more than the list holds) costs time, never the result: histograms over the row
 narrow the interval of keys until the list holds what reaches it, or until one key is left, whose ties are then counted
-off by position. Rows no longer than the list need no guess.
+off by position.
 
 Few long rows are cut into segments: the same kernel finds the k best of each, and a second launch of it those among
 them (MERGE). Unused slots hold NaN scores in between.
 
-Keys: the int32 that orders as the float32 score does, -0.0 as +0.0, NaN as -2^31. An entry of the list is
-position << 32 | bits of the score.
+Keys: the int32 that orders as the float32 score does, -0.0 as +0.0, NaN as -2^31. A program's part of the workspace:
+CAPACITY scores, CAPACITY positions, one bit for each column of a span.
 """
 
 from __future__ import annotations
@@ -72,49 +73,100 @@ def _load(row, tile, lo, hi, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _append(entries, count, scores, tile, take, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
-    """Adds what is taken of one tile to the list, in order; gives the new length, which may pass CAPACITY."""
-    slots = count + tl.cumsum(take.to(tl.int32), 0) - 1
-    columns = tile * BLOCK + tl.arange(0, BLOCK)
-    bits = scores.to(tl.uint32, bitcast=True).to(tl.int64)
-    tl.store(entries + slots, (columns.to(tl.int64) << 32) | bits, mask=take & (slots < CAPACITY))
-    return count + tl.sum(take.to(tl.int32), 0)
+def _words(take, BLOCK: tl.constexpr):
+    """One bit a column, 32 to a word. Neighbours sit in one warp, so that no shared memory is needed."""
+    lane = tl.arange(0, BLOCK) % 32
+    return tl.sum(tl.reshape(take.to(tl.int32) << lane, [BLOCK // 32, 32]), 1)
 
 
 @triton.jit
-def _collect(row, lo, hi, entries, gate, BLOCK: tl.constexpr, CAPACITY: tl.constexpr, WAIT: tl.constexpr):
+def _ones(word):
+    """How many bits of a uint32 are set."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _append(row, entries, count, first, skip, stop, SPAN: tl.constexpr, CAPACITY: tl.constexpr):
+    """Adds the columns whose bit is set, of words [skip, stop) of the span at column ``first``, to the list in order.
+
+    Gives the new length, which may pass CAPACITY.
+    """
+    number = tl.arange(0, SPAN // 32)
+    inside = (number >= skip) & (number < stop)
+    word = tl.load(entries + 2 * CAPACITY + number, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32)
+    ones = _ones(word)
+    slot = count + tl.cumsum(ones, 0) - ones
+    column = first + number * 32
+    for _ in tl.range(0, tl.max(ones, 0)):
+        lowest = word & (~word + 1)
+        position = column + (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        listed = (word != 0) & (slot < CAPACITY)
+        score = tl.load(row + position, mask=listed, other=0.0).to(tl.float32)
+        tl.store(entries + slot, score.to(tl.int32, bitcast=True), mask=listed)
+        tl.store(entries + CAPACITY + slot, position, mask=listed)
+        slot += 1
+        word = word & (word - 1)
+    return count + tl.sum(ones, 0)
+
+
+@triton.jit
+def _collect(
+    row, lo, hi, entries, gate, BLOCK: tl.constexpr, SPAN: tl.constexpr, CAPACITY: tl.constexpr, WAIT: tl.constexpr
+):
     """Lists every candidate whose key is at least ``gate``; gives how many there are."""
-    _sync(WAIT)  # the list may still be read
     floor = _score(gate)
     first = lo // BLOCK
     last = (hi + (BLOCK - 1)) // BLOCK
     count = tl.zeros([], tl.int32)
     following = _load(row, first, lo, hi, BLOCK)
+    _sync(WAIT)  # the list may still be read
     for tile in tl.range(first, last):
         scores = following
         following = _load(row, tile + 1, lo, hi, BLOCK)  # under way while this tile is worked on
-        count = _append(entries, count, scores, tile, scores >= floor, BLOCK, CAPACITY)
-    _sync(WAIT)
+        count = _take(row, entries, count, scores >= floor, tile, first, last, BLOCK, SPAN, CAPACITY, WAIT)
     return count
 
 
 @triton.jit
-def _collect_ties(row, lo, hi, entries, cut, skip, need, BLOCK: tl.constexpr, CAPACITY: tl.constexpr, WAIT: tl.constexpr):
+def _collect_ties(
+    row, lo, hi, entries, cut, skip, need,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr, CAPACITY: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
     """Lists every candidate above ``cut``, and ``need`` of those that equal it, from number ``skip`` on."""
-    _sync(WAIT)
     first = lo // BLOCK
     last = (hi + (BLOCK - 1)) // BLOCK
     count = tl.zeros([], tl.int32)
     ties = tl.zeros([], tl.int32)
-    for tile in tl.range(first, last):
-        scores = _load(row, tile, lo, hi, BLOCK)
-        key = _key(scores)
-        tie = key == cut
-        number = ties + tl.cumsum(tie.to(tl.int32), 0) - 1
-        ties += tl.sum(tie.to(tl.int32), 0)
-        take = (key > cut) | (tie & (number >= skip) & (number - skip < need))
-        count = _append(entries, count, scores, tile, take, BLOCK, CAPACITY)
     _sync(WAIT)
+    for tile in tl.range(first, last):
+        key = _key(_load(row, tile, lo, hi, BLOCK))
+        tie = (key == cut).to(tl.int32)
+        number = ties + tl.cumsum(tie, 0) - 1
+        ties += tl.sum(tie, 0)
+        take = (key > cut) | ((key == cut) & (number >= skip) & (number - skip < need))
+        count = _take(row, entries, count, take, tile, first, last, BLOCK, SPAN, CAPACITY, WAIT)
+    return count
+
+
+@triton.jit
+def _take(
+    row, entries, count, take, tile, first, last,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr, CAPACITY: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Notes what is taken of one tile; at the end of its span, and of the row, lists it."""
+    TILES: tl.constexpr = SPAN // BLOCK
+    WORDS: tl.constexpr = BLOCK // 32
+    inside = tile % TILES
+    tl.store(entries + 2 * CAPACITY + inside * WORDS + tl.arange(0, WORDS), _words(take, BLOCK))
+    if (inside == TILES - 1) | (tile == last - 1):
+        _sync(WAIT)
+        origin = tile - inside
+        skip = tl.maximum(first - origin, 0) * WORDS
+        count = _append(row, entries, count, origin * BLOCK, skip, (inside + 1) * WORDS, SPAN, CAPACITY)
+        _sync(WAIT)
     return count
 
 
@@ -163,13 +215,13 @@ def _refine(row, lo, hi, k, low, high, at_low, at_high, BLOCK: tl.constexpr, CAP
 
 
 @triton.jit
-def _narrow(key, k, low, high, at_low, at_high, steps):
-    """The highest bound that at least k of the keys reach, as a key of its own and how many reach it.
+def _narrow(key, k, low, high, at_low, at_high, slack):
+    """The highest bound that at least k of the keys reach, and how many reach it; any that at most k + slack reach.
 
-    Stops early once exactly k do, or after ``steps``. Interpolates twice, then halves between the keys that are left.
+    Interpolates twice, then halves between the keys that are left, and again.
     """
     step = tl.zeros([], tl.int32)
-    while (high - low > 1) & (at_low != k) & (step < steps):
+    while (high - low > 1) & (at_low > k + slack):
         if step % 3 == 2:
             low = tl.min(tl.where(key >= low, key, 2147483647), 0).to(tl.int64)
             high = tl.max(tl.where(key < high, key, NOT_A_SCORE), 0).to(tl.int64) + 1
@@ -207,7 +259,7 @@ def _guess(row, lo, n, k, SAMPLE: tl.constexpr, CAPACITY: tl.constexpr):
     if valid > rank:
         low = tl.full([], LOWEST, tl.int64)
         high = tl.full([], ABOVE_ALL, tl.int64)
-        gate, _ = _narrow(key, rank, low, high, valid, tl.zeros([], tl.int32), 18)
+        gate, _ = _narrow(key, rank, low, high, valid, tl.zeros([], tl.int32), rank // 16)
     return gate
 
 
@@ -234,7 +286,7 @@ def top_k_per_row_kernel(
     ends_ptr,  # int32 [M], or None
     base_ptr,  # int32: offsets [M], or page table [M, pages], or None
     positions_ptr,  # int32 [M, W], if MERGE: the position of each column
-    entries_ptr,  # int64 [programs, CAPACITY]: the lists
+    entries_ptr,  # int32 [programs, 2 * CAPACITY + SPAN / 32]: the lists
     indices_ptr,  # int32 [M, k]; [M, SPLITS * k] if SPLITS > 1
     values_ptr,  # float32 [M, k] or None; likewise
     items,  # M * SPLITS
@@ -246,6 +298,7 @@ def top_k_per_row_kernel(
     indices_stride,
     values_stride,
     BLOCK: tl.constexpr,  # columns of a tile
+    SPAN: tl.constexpr,  # columns that are listed at a time, a multiple of BLOCK
     CAPACITY: tl.constexpr,  # entries of a list, at least 2 k
     SAMPLE: tl.constexpr,
     SORTED: tl.constexpr,  # k rounded up to a power of two
@@ -256,7 +309,7 @@ def top_k_per_row_kernel(
     MERGE: tl.constexpr,
     WAIT: tl.constexpr,  # CDNA: wait for stores before a barrier
 ):
-    entries = entries_ptr + tl.program_id(0).to(tl.int64) * CAPACITY
+    entries = entries_ptr + tl.program_id(0).to(tl.int64) * (2 * CAPACITY + SPAN // 32)
     for turn in tl.range(tl.program_id(0), items, tl.num_programs(0)):
         # Last rows first: under a causal mask they are the longest. Row offsets are 64-bit: M*W passes 2^31.
         item = items - 1 - turn
@@ -288,41 +341,46 @@ def top_k_per_row_kernel(
         # The list: a superset of the row's k best, in ascending position.
         n = hi - lo
         gate = tl.full([], LOWEST, tl.int32)
+        count = n
         if n > CAPACITY:
             gate = _guess(row, lo, n, k, SAMPLE, CAPACITY)
-        count = _collect(row, lo, hi, entries, gate, BLOCK, CAPACITY, WAIT)
-        if (count > CAPACITY) | ((count < k) & (gate > LOWEST)):
-            low = gate.to(tl.int64)
-            high = tl.full([], ABOVE_ALL, tl.int64)
-            at_low = count
-            at_high = tl.zeros([], tl.int32)
-            if count < k:
-                high = low
-                low = tl.full([], LOWEST, tl.int64)
-                at_low = n
-                at_high = count
-            low, at_low, at_high = _refine(row, lo, hi, k, low, high, at_low, at_high, BLOCK, CAPACITY)
-            gate = low.to(tl.int32)
-            if at_low > CAPACITY:
-                need = k - at_high
-                skip = tl.zeros([], tl.int32)
-                if LARGER:
-                    skip = at_low - at_high - need
-                count = _collect_ties(row, lo, hi, entries, gate, skip, need, BLOCK, CAPACITY, WAIT)
-            else:
-                count = _collect(row, lo, hi, entries, gate, BLOCK, CAPACITY, WAIT)
+            count = _collect(row, lo, hi, entries, gate, BLOCK, SPAN, CAPACITY, WAIT)
+            if (count > CAPACITY) | ((count < k) & (gate > LOWEST)):
+                low = gate.to(tl.int64)
+                high = tl.full([], ABOVE_ALL, tl.int64)
+                at_low = count
+                at_high = tl.zeros([], tl.int32)
+                if count < k:
+                    high = low
+                    low = tl.full([], LOWEST, tl.int64)
+                    at_low = n
+                    at_high = count
+                low, at_low, at_high = _refine(row, lo, hi, k, low, high, at_low, at_high, BLOCK, CAPACITY)
+                gate = low.to(tl.int32)
+                if at_low > CAPACITY:
+                    need = k - at_high
+                    skip = tl.zeros([], tl.int32)
+                    if LARGER:
+                        skip = at_low - at_high - need
+                    count = _collect_ties(row, lo, hi, entries, gate, skip, need, BLOCK, SPAN, CAPACITY, WAIT)
+                else:
+                    count = _collect(row, lo, hi, entries, gate, BLOCK, SPAN, CAPACITY, WAIT)
 
         # The k best of the list.
         slots = tl.arange(0, CAPACITY)
         listed = slots < count
-        halves = entries.to(tl.pointer_type(tl.int32)) + 2 * slots
-        bits = tl.load(halves, mask=listed, other=-1, cache_modifier=".cg")  # -1: NaN
-        key = _key(bits.to(tl.float32, bitcast=True))
-        taken = listed
+        if n > CAPACITY:
+            scores = tl.load(entries + slots, mask=listed, other=-1, cache_modifier=".cg")  # -1: NaN
+            scores = scores.to(tl.float32, bitcast=True)
+        else:
+            scores = tl.load(row + lo + slots, mask=listed, other=float("nan")).to(tl.float32)
+        key = _key(scores)
+        taken = key != NOT_A_SCORE
+        count = tl.sum(taken.to(tl.int32), 0)
         if count > k:
             low = gate.to(tl.int64)
             high = tl.full([], ABOVE_ALL, tl.int64)
-            cut, reach = _narrow(key, k, low, high, count, tl.zeros([], tl.int32), 2147483647)
+            cut, reach = _narrow(key, k, low, high, count, tl.zeros([], tl.int32), 0)
             if reach == k:
                 taken = key >= cut
             else:
@@ -337,7 +395,10 @@ def top_k_per_row_kernel(
                     taken = above | (tie & (number <= need))
         total = tl.minimum(count, k)
         slot = tl.cumsum(taken.to(tl.int32), 0) - 1
-        position = tl.load(halves + 1, mask=taken, other=0, cache_modifier=".cg")
+        if n > CAPACITY:
+            position = tl.load(entries + CAPACITY + slots, mask=taken, other=0, cache_modifier=".cg")
+        else:
+            position = lo + slots
         if MERGE:
             table = positions_ptr + m * logits_stride
             position = tl.load(table + position, mask=taken, other=0)
@@ -357,13 +418,14 @@ def top_k_per_row_kernel(
         if ORDER == "score":
             # By one integer a candidate: the better of two equal scores has the larger low half.
             low_half = position if LARGER else 0x7FFFFFFF - position
-            _sync(WAIT)
-            tl.store(entries + slot, (key.to(tl.int64) << 32) | low_half.to(tl.int64), mask=taken)
+            _sync(WAIT)  # the list is read
+            wide = entries.to(tl.pointer_type(tl.int64))
+            tl.store(wide + slot, (key.to(tl.int64) << 32) | low_half.to(tl.int64), mask=taken)
             _sync(WAIT)
             slot = tl.arange(0, SORTED)
             taken = slot < total
             lowest: tl.constexpr = -(2**63)
-            ranked = tl.load(entries + slot, mask=taken, other=lowest, cache_modifier=".cg")
+            ranked = tl.load(wide + slot, mask=taken, other=lowest, cache_modifier=".cg")
             ranked = tl.sort(ranked, descending=True)
             key = (ranked >> 32).to(tl.int32)
             low_half = ranked.to(tl.int32)
