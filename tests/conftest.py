@@ -13,14 +13,15 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch):
     """None of the library's variables from outside, and nothing that another test's selection left in the caches."""
-    from lightning_indexer import api, arch, envs
+    from lightning_indexer import arch, envs
+    from lightning_indexer.calls import common
 
     for variable in envs.KNOWN:
         monkeypatch.delenv(variable, raising=False)
-    api.forget_plans()
+    common.forget_plans()
     arch._cuda_arch.cache_clear()
     yield
-    api.forget_plans()
+    common.forget_plans()
     arch._cuda_arch.cache_clear()
 
 

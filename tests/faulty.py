@@ -3,48 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-import torch
 
-from lightning_indexer import Arch, Problem, api, dispatch
-from lightning_indexer.problem import Operands
+from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall
+from lightning_indexer.selection import registry
 
-# Runs instead of a kernel: (problem, operands, out, honest), where ``honest(operands, out)`` is torch-blocked.
-Fault = Callable[[Problem, Operands, torch.Tensor, dispatch.Run], None]
+# Runs instead of a kernel: (problem, call, honest), where ``honest(call)`` is torch-blocked.
+Fault = Callable[[MqaLogitsProblem, MqaLogitsCall, registry.Run], None]
+
+
+class FaultyKernel:
+    """torch-blocked's kernel with a fault behind it."""
+
+    def __init__(self, fault: Fault, refuses: Callable[[MqaLogitsProblem], str | None]) -> None:
+        self.fault, self.refuses = fault, refuses
+        self.honest: Any = registry.kernel("torch-blocked")
+        self.config, self.neighbours = self.honest.config, self.honest.neighbours
+
+    def supports(self, problem: MqaLogitsProblem, arch: Arch) -> str | None:
+        return self.refuses(problem)
+
+    def launch(self, problem: MqaLogitsProblem, arch: Arch, config: Any) -> registry.Run:
+        run = self.honest.launch(problem, arch, config)
+        return lambda call: self.fault(problem, call, run)
 
 
 class FaultyBackend:
     name = "faulty"
     summary = "torch-blocked with a fault"
 
-    def __init__(self, fault: Fault, refuses: Callable[[Problem], str | None] = lambda problem: None) -> None:
-        self.fault, self.refuses = fault, refuses
+    def __init__(self, fault: Fault, refuses: Callable[[MqaLogitsProblem], str | None] = lambda problem: None) -> None:
+        self.kernels = {"fp8_mqa_logits": FaultyKernel(fault, refuses)}
 
     def missing(self) -> str | None:
         return None
 
-    def supports(self, problem: Problem, arch: Arch) -> str | None:
-        return self.refuses(problem)
-
-    def prepare(self, problem: Problem, arch: Arch) -> dispatch.Run:
-        honest = dispatch.get("torch-blocked").prepare(problem, arch)
-        return lambda operands, out: self.fault(problem, operands, out, honest)
-
 
 def install(monkeypatch: pytest.MonkeyPatch, backend: FaultyBackend) -> str:
-    """Puts the backend into the registry for one test; returns its name."""
-    monkeypatch.setitem(dispatch._BACKENDS, backend.name, backend)
-    api.forget_plans()  # a test may install one after another
+    """Puts the backend into the registry for one test, reached by name; returns its name."""
+    monkeypatch.setitem(registry._BACKENDS, backend.name, backend)
+    registry.changed()  # a test may install one after another
     return backend.name
 
 
-def honest(problem: Problem, operands: Operands, out: torch.Tensor, run: dispatch.Run) -> None:
+def honest(problem: MqaLogitsProblem, call: MqaLogitsCall, run: registry.Run) -> None:
     """No fault at all."""
-    run(operands, out)
+    run(call)
 
 
-def one_percent_high(problem: Problem, operands: Operands, out: torch.Tensor, run: dispatch.Run) -> None:
+def one_percent_high(problem: MqaLogitsProblem, call: MqaLogitsCall, run: registry.Run) -> None:
     """Every logit is 1.01 of what it should be."""
-    run(operands, out)
-    out *= 1.01
+    run(call)
+    call.result.mul_(1.01)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_indexer import calc_diff, reference_logits
-from lightning_indexer.bench.cases import Form, Inputs
-from lightning_indexer.bench.guarded import GuardedOutput
+from lightning_indexer.check.cases import Form, Inputs
+from lightning_indexer.check.guarded import GuardedOutput
 
 CPU = torch.device("cpu")
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -59,7 +59,7 @@ def expected_logits(
     width: int = 0,
 ) -> torch.Tensor:
     """The reference, [M, N]; or with a width, its compressed form [M, width] with ``-inf`` outside the windows."""
-    logits = reference_logits(q, k, kv_scale, weights, ks, ke)
+    logits = reference_logits(q, (k, kv_scale), weights, ks, ke)
     if not width:
         return logits
     positions = ks.long()[:, None] + torch.arange(width)

@@ -5,19 +5,19 @@ optional package: backends load when a call selects them.
 """
 
 from lightning_indexer._version import __version__
-from lightning_indexer.api import fp8_mqa_logits
 from lightning_indexer.arch import Arch, arch_of
+from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.chunking import Chunk, Request, plan_chunks
-from lightning_indexer.dispatch import BackendUnavailableError, explain, support_table
 from lightning_indexer.fp8 import dequantize_k, quantize_k, quantize_q
-from lightning_indexer.problem import Problem
-from lightning_indexer.reference import calc_diff, reference_logits
+from lightning_indexer.problems.accuracy import calc_diff
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem, reference_logits
+from lightning_indexer.selection.registry import BackendUnavailableError, explain, register, support_table
 
 __all__ = [
     "Arch",
     "BackendUnavailableError",
     "Chunk",
-    "Problem",
+    "MqaLogitsProblem",
     "Request",
     "__version__",
     "arch_of",
@@ -29,5 +29,6 @@ __all__ = [
     "quantize_k",
     "quantize_q",
     "reference_logits",
+    "register",
     "support_table",
 ]

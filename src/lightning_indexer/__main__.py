@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Runs the command line; says what to install where its packages are missing."""
     try:
-        from lightning_indexer.cli import app
+        from lightning_indexer.cli.app import app
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("typer", "rich", "click"):
             raise

@@ -23,14 +23,19 @@ Fp8 = Literal["fn", "fnuz", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """What the library needs to know of one architecture.
+    """What the library needs to know of one architecture: a row of the table.
 
     Attributes:
         name: ``cpu``, ``sm90``, ``gfx950``…
         vendor: who makes it; ``other`` for devices this library has no kernels for.
         fp8: the e4m3 dialect its matrix unit reads; ``none`` where fp8 has to be widened to fp16 first.
-        units: multiprocessors (NVIDIA) or compute units (AMD) of the usual part; of a real device, its own count.
+        units: SMs (NVIDIA) or compute units (AMD) of the usual part; of a real device, its own count.
         products: what it is sold as.
+        wave: lanes of a warp or wave.
+        shared_bytes: shared memory (LDS) that one workgroup may have.
+        matrix: the shapes of its fp8 matrix instructions that kernels here ask for, as MxNxK.
+        simulated: True where ``cdna_sim`` runs its code objects, so that its kernels run on any machine.
+        repaired: True where LLVM leaves out wait states that have to be put back, see ``amd/repair.py``.
         listed: False for a device that is not in the table; only ``torch-blocked`` runs there.
     """
 
@@ -39,6 +44,11 @@ class Arch:
     fp8: Fp8
     units: int
     products: str
+    wave: int = 32
+    shared_bytes: int = 0
+    matrix: tuple[str, ...] = ()
+    simulated: bool = False
+    repaired: bool = False
     listed: bool = True
 
     @staticmethod
@@ -59,27 +69,40 @@ class Arch:
         return tuple(_TABLE.values())
 
 
-# Sources: NVIDIA CUDA C++ programming guide (compute capabilities), AMD CDNA3/CDNA4/RDNA4 ISA documents, data sheets.
+KIB = 1024
+_CDNA3 = ("16x16x32", "32x32x16")
+_CDNA4 = (*_CDNA3, "16x16x128", "32x32x64")  # the last two with block scales, `v_mfma_scale_f32_*_f8f6f4`
+
+# Sources: NVIDIA CUDA C++ programming guide (compute capabilities, shared memory per block), AMD CDNA3/CDNA4/RDNA4 ISA
+# documents, LLVM's AMDGPU user guide (wave sizes, LDS), data sheets.
 _TABLE: dict[str, Arch] = {
     arch.name: arch
     for arch in (
-        Arch("cpu", "cpu", "none", 1, "any CPU that PyTorch runs on"),
-        Arch("sm80", "nvidia", "none", 108, "A100"),
-        Arch("sm86", "nvidia", "none", 84, "A10, A40, RTX 30"),
-        Arch("sm89", "nvidia", "fn", 142, "L40S, L4, RTX 40"),
-        Arch("sm90", "nvidia", "fn", 132, "H100, H200, GH200"),
-        Arch("sm100", "nvidia", "fn", 148, "B200, GB200"),
-        Arch("sm103", "nvidia", "fn", 148, "B300, GB300"),
-        Arch("sm120", "nvidia", "fn", 188, "RTX PRO 6000 Blackwell, RTX 50"),
-        Arch("sm121", "nvidia", "fn", 48, "GB10 (DGX Spark)"),
-        Arch("gfx90a", "amd", "none", 104, "MI210, MI250X"),
-        Arch("gfx942", "amd", "fnuz", 304, "MI300X, MI325X"),
-        Arch("gfx950", "amd", "fn", 256, "MI350X, MI355X"),
-        Arch("gfx1200", "amd", "fn", 32, "RX 9060"),
-        Arch("gfx1201", "amd", "fn", 64, "RX 9070, Radeon AI PRO R9700"),
-        Arch("gfx1250", "amd", "fn", 256, "MI450 series"),
+        Arch("cpu", "cpu", "none", 1, "any CPU that PyTorch runs on", wave=1),
+        Arch("sm80", "nvidia", "none", 108, "A100", 32, 163 * KIB),
+        Arch("sm86", "nvidia", "none", 84, "A10, A40, RTX 30", 32, 99 * KIB),
+        Arch("sm89", "nvidia", "fn", 142, "L40S, L4, RTX 40", 32, 99 * KIB, ("16x8x32",)),
+        Arch("sm90", "nvidia", "fn", 132, "H100, H200, GH200", 32, 227 * KIB, ("16x8x32", "64x256x32")),
+        Arch("sm100", "nvidia", "fn", 148, "B200, GB200", 32, 227 * KIB, ("16x8x32",)),
+        Arch("sm103", "nvidia", "fn", 148, "B300, GB300", 32, 227 * KIB, ("16x8x32",)),
+        Arch("sm120", "nvidia", "fn", 188, "RTX PRO 6000 Blackwell, RTX 50", 32, 99 * KIB, ("16x8x32",)),
+        Arch("sm121", "nvidia", "fn", 48, "GB10 (DGX Spark)", 32, 99 * KIB, ("16x8x32",)),
+        Arch("gfx90a", "amd", "none", 104, "MI210, MI250X", 64, 64 * KIB),
+        Arch("gfx942", "amd", "fnuz", 304, "MI300X, MI325X", 64, 64 * KIB, _CDNA3, simulated=True),
+        Arch("gfx950", "amd", "fn", 256, "MI350X, MI355X", 64, 160 * KIB, _CDNA4, simulated=True, repaired=True),
+        Arch("gfx1200", "amd", "fn", 32, "RX 9060", 32, 64 * KIB, ("16x16x16",)),
+        Arch("gfx1201", "amd", "fn", 64, "RX 9070, Radeon AI PRO R9700", 32, 64 * KIB, ("16x16x16",)),
+        Arch("gfx1250", "amd", "fn", 256, "MI450 series", 32, 320 * KIB, ("16x16x64", "16x16x128")),
     )
 }
+
+
+def register(arch: Arch) -> None:
+    """Adds a row to the table, for an arch that this version does not list; replaces the row of that name.
+
+    A new arch runs what ``selection.policy`` gives every GPU, until it has a line there.
+    """
+    _TABLE[arch.name] = arch
 
 
 def arch_of(device: torch.device | str) -> Arch:

@@ -15,6 +15,8 @@ KNOWN: dict[str, str] = {
     "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch; gfx942 and gfx950 are simulated on the CPU",
     "LIGHTNING_INDEXER_CACHE_DIR": "keep compiled kernels here (default ~/.cache/lightning-indexer)",
     "LIGHTNING_INDEXER_KERNELS": "0: calls that name no backend run torch-blocked, on every device (default 1)",
+    "LIGHTNING_INDEXER_SELF_CHECK": "0: never hold a kernel against PyTorch before its first call; 1: on every arch "
+    "(default: on archs where this project has not measured it)",
     "LIGHTNING_INDEXER_VLLM": "1: the vLLM plugin replaces vLLM's prefill scoring with this library's (default 0)",
     "LIGHTNING_INDEXER_SGLANG": "1: the SGLang plugin replaces the functions by which SGLang scores (default 0)",
 }
@@ -38,6 +40,13 @@ def arch() -> str | None:
 def kernels() -> bool:
     """False where calls that name no backend must run torch-blocked."""
     return _switch("LIGHTNING_INDEXER_KERNELS", default=True)
+
+
+def self_check() -> bool | None:
+    """True where every kernel is to be checked before its first call, False where none is; None: the unmeasured."""
+    return (
+        None if value("LIGHTNING_INDEXER_SELF_CHECK") is None else _switch("LIGHTNING_INDEXER_SELF_CHECK", default=True)
+    )
 
 
 def vllm_plugin() -> bool:
@@ -91,16 +100,18 @@ _SELECTION: tuple[Any, ...] = (
     "LIGHTNING_INDEXER_BACKEND",
     "LIGHTNING_INDEXER_ARCH",
     "LIGHTNING_INDEXER_KERNELS",
+    "LIGHTNING_INDEXER_SELF_CHECK",
     "TRITON_INTERPRET",
 )
 if _RAW is not os.environ and os.supports_bytes_environ:
     _SELECTION = tuple(os.fsencode(name) for name in _SELECTION)
 
 
-def selection() -> tuple[object, object, object, object]:
+def selection() -> tuple[object, ...]:
     """Everything in the environment that the choice of a backend reads, unparsed: a key for what was chosen."""
-    backend, arch, kernels, interpret = _SELECTION
-    return _RAW.get(backend), _RAW.get(arch), _RAW.get(kernels), _RAW.get(interpret)
+    backend, arch, kernels, check, interpret = _SELECTION
+    get = _RAW.get
+    return get(backend), get(arch), get(kernels), get(check), get(interpret)
 
 
 def stop_triton_interpreter() -> None:

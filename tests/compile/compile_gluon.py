@@ -9,9 +9,9 @@ import sys
 
 import torch
 
-from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.gluon_gfx950.backend import Launch
+from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.gluon_gfx950.config import heuristic
+from lightning_indexer.backends.gluon_gfx950.mqa_logits import Launch
 from lightning_indexer.backends.triton_launch import operands_like
 
 if __name__ == "__main__":
@@ -20,7 +20,7 @@ if __name__ == "__main__":
         wide = facts.pop("wide", False)
         if "out_dtype" in facts:
             facts["out_dtype"] = getattr(torch, facts["out_dtype"])
-        problem = Problem(rows, 32768, heads, head_dim, **facts)
+        problem = MqaLogitsProblem(rows, 32768, heads, head_dim, **facts)
         launch = Launch(problem, arch, heuristic(problem, arch), wide=wide)
         built = launch.build(launch.arguments(*operands_like(problem, arch)))
         facts = {"name": built.kernel, "text": built.isa, "planned": launch.config.lds_bytes(head_dim)}

@@ -13,15 +13,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.triton_portable.backend import TritonPortable, constants, options
+from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.triton_portable.config import heuristic
-from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel
+from lightning_indexer.backends.triton_portable.mqa_logits import TritonPortable, constants, options
+from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel
 
 FP8 = {"fn": "*fp8e4nv", "none": "*u8"}
 
 
-def compile_for_nvidia(arch: Arch, problem: Problem) -> dict:
+def compile_for_nvidia(arch: Arch, problem: MqaLogitsProblem) -> dict:
     config = heuristic(problem, arch)
     signature = {
         "q_ptr": FP8[arch.fp8], "k_ptr": FP8[arch.fp8], "kv_scale_ptr": "*fp32", "w_ptr": "*fp32", "ks_ptr": "*i32",
@@ -43,7 +43,7 @@ def compile_for_nvidia(arch: Arch, problem: Problem) -> dict:
     return {"name": kernel.metadata.name, "shared": kernel.metadata.shared, "text": kernel.asm["ptx"]}
 
 
-def compile_for_amd(arch: Arch, problem: Problem) -> dict:
+def compile_for_amd(arch: Arch, problem: MqaLogitsProblem) -> dict:
     built = TritonPortable().build(problem, arch)
     return {"name": built.kernel, "shared": built.resources.lds, "text": built.isa}
 
@@ -54,4 +54,4 @@ if __name__ == "__main__":
     for m, n, h, d, facts in json.loads(sys.argv[2]):
         if "out_dtype" in facts:
             facts["out_dtype"] = getattr(torch, facts["out_dtype"])
-        print(json.dumps(compile_for(arch, Problem(m, n, h, d, **facts))), flush=True)
+        print(json.dumps(compile_for(arch, MqaLogitsProblem(m, n, h, d, **facts))), flush=True)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_indexer.toolchain import amdgpu_clang, flydsl, triton_amd
-from lightning_indexer.toolchain import built as built_module
-from lightning_indexer.toolchain.amdgpu_clang import compile_hip
-from lightning_indexer.toolchain.built import Built, CompileError
+from lightning_indexer.amd import built as built_module
+from lightning_indexer.amd import clang as amdgpu_clang
+from lightning_indexer.amd import flydsl, triton_amd
+from lightning_indexer.amd.built import Built, CompileError
+from lightning_indexer.amd.clang import compile_hip
 
 HERE = Path(__file__).parent
 ARCHS = ("gfx942", "gfx950")
@@ -41,7 +42,7 @@ PRINTED = {
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    path = tmp_path / "source" / "kernel.hip"
+    path = tmp_path / "source" / "mqa_logits.hip"
     path.parent.mkdir()
     path.write_text(HIP)
     return path
@@ -135,7 +136,7 @@ def test_an_error_holds_what_failed_and_the_message_of_the_compiler(source):
     with pytest.raises(CompileError) as raised:
         compile_hip(source, "gfx950", {"BLOCK": 64})
     message = str(raised.value)
-    assert message.startswith("kernel.hip for gfx950 with {'BLOCK': 64} failed (clang of the ziglang package):\n")
+    assert message.startswith("mqa_logits.hip for gfx950 with {'BLOCK': 64} failed (clang of the ziglang package):\n")
     assert "error: expected unqualified-id" in message
 
 
@@ -187,17 +188,17 @@ def test_without_a_compiler_the_command_that_installs_one_is_named(source, monke
 
 TRITON = """
 import json, sys
-from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.triton_portable.backend import TritonPortable
+from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.backends.triton_portable.mqa_logits import TritonPortable
 import triton
 
 runs = []
 real = triton.compile
 triton.compile = lambda *arguments, **options: runs.append(0) or real(*arguments, **options)
 arch = Arch.parse(sys.argv[1])
-built = TritonPortable().build(Problem(4096, 32768, 32, 128), arch)
-odd = TritonPortable().build(Problem(4096, 32767, 32, 128), arch)
-large = TritonPortable().build(Problem(70000, 32768, 32, 128), arch)
+built = TritonPortable().build(MqaLogitsProblem(4096, 32768, 32, 128), arch)
+odd = TritonPortable().build(MqaLogitsProblem(4096, 32767, 32, 128), arch)
+large = TritonPortable().build(MqaLogitsProblem(70000, 32768, 32, 128), arch)
 resources = built.resources
 print(json.dumps({
     "runs": len(runs), "kernel": built.kernel, "names": built.argument_names, "compiler": built.compiler,

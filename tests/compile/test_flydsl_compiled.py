@@ -7,9 +7,10 @@ import re
 import pytest
 import torch
 
-from lightning_indexer import Arch, Problem, dispatch
-from lightning_indexer.backends.flydsl_cdna.backend import Launch
+from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.flydsl_cdna.config import heuristic
+from lightning_indexer.backends.flydsl_cdna.mqa_logits import Launch
+from lightning_indexer.selection import registry as dispatch
 
 # Waves of a SIMD at once, by arch, H and D, of the kernels for many rows.
 WAVES = {
@@ -18,14 +19,14 @@ WAVES = {
 }
 # Forms and rows that change the code most; every kernel of a shape has the same products.
 OTHERS = [
-    Problem(4096, 32768, 64, 64, clean_logits=False, max_seqlen_k=99, out_dtype=torch.bfloat16),
-    Problem(1, 32768, 128, 128, clean_logits=False),
+    MqaLogitsProblem(4096, 32768, 64, 64, clean_logits=False, max_seqlen_k=99, out_dtype=torch.bfloat16),
+    MqaLogitsProblem(1, 32768, 128, 128, clean_logits=False),
 ]
 
 
 @pytest.mark.parametrize("arch", WAVES)
 def test_no_kernel_spills(arch, compiled_kernels):
-    problems = [Problem(4096, 32768, heads, head_dim) for heads, head_dim in WAVES[arch]] + OTHERS
+    problems = [MqaLogitsProblem(4096, 32768, heads, head_dim) for heads, head_dim in WAVES[arch]] + OTHERS
     waves = {}
     for problem in problems:
         launch = Launch(problem, Arch.parse(arch), heuristic(problem, Arch.parse(arch)))
@@ -44,7 +45,7 @@ def test_no_kernel_spills(arch, compiled_kernels):
 
 @pytest.mark.parametrize("arch", WAVES)
 def test_the_instructions_are_those_of_the_plan(arch, compiled_kernels):
-    built = dispatch.get("flydsl").build(Problem(4096, 32768, 64, 128), Arch.parse(arch))
+    built = dispatch.get("flydsl").build(MqaLogitsProblem(4096, 32768, 64, 128), Arch.parse(arch))
     text = re.sub(r"\s*[;/].*", "", built.isa)
     loop = text[text.index("s_barrier") : text.index("s_endpgm")]
     # Four rows, one a wave, against 64 keys.

@@ -17,7 +17,7 @@ COMPRESSED = {"clean_logits": False, "max_seqlen_k": 32768, "out_dtype": "bfloat
 # Rows, H, D, other facts, and the kernel's name. Both forms of the kernel, the largest and the smallest register files.
 PROBLEMS = [
     (4096, 64, 128, {}, "H64_D128_r4_w4x1_bkv128_lds3_clean"),
-    (4096, 64, 128, NOCLEAN, "H64_D128_r4_w4x1_bkv128_lds3_nocl"),
+    (4096, 64, 128, NOCLEAN, "H64_D128_r4_w4x1_bkv128_lds3_noclean"),
     (4096, 64, 128, COMPRESSED, "H64_D128_r4_w4x1_bkv128_lds3_compressed"),
     (4096, 64, 128, {"wide": True}, "H64_D128_r4_w4x1_bkv128_lds3_clean_wide"),
     (128, 64, 128, {}, "H64_D128_r2_w2x2_bkv128_lds2_clean"),
@@ -27,7 +27,7 @@ PROBLEMS = [
     (4096, 32, 64, COMPRESSED, "H32_D64_r4_w2x2_bkv128_lds2_compressed"),
     (4096, 128, 128, {}, "H128_D128_r2_w2x2_bkv64_lds2_clean"),
     (1, 128, 128, {"wide": True}, "H128_D128_r1_w1x4_bkv128_lds2_clean_wide"),
-    (4096, 128, 32, NOCLEAN, "H128_D32_r2_w2x2_bkv128_lds2_nocl"),
+    (4096, 128, 32, NOCLEAN, "H128_D32_r2_w2x2_bkv128_lds2_noclean"),
     (4096, 16, 128, {}, "H16_D128_r8_w2x2_bkv128_lds2_clean"),
     (1, 8, 128, {}, "H8_D128_r8_w1x4_bkv256_lds2_clean"),
 ]

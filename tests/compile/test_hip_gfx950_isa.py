@@ -6,17 +6,17 @@ import re
 
 import pytest
 
-from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.hip_gfx950.backend import FLAGS, HipGfx950, compile_kernel, is_supported
+from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.amd.built import Built
 from lightning_indexer.backends.hip_gfx950.config import Tunables, heuristic
-from lightning_indexer.toolchain.built import Built
+from lightning_indexer.backends.hip_gfx950.mqa_logits import FLAGS, HipGfx950, compile_kernel, is_supported
 
 GFX950 = Arch.parse("gfx950")
-LONG = Problem(4096, 32768, 32, 128)
+LONG = MqaLogitsProblem(4096, 32768, 32, 128)
 MFMA = "v_mfma_scale_f32_32x32x64_f8f6f4"
 
 
-def compiled(flags: tuple[str, ...] = FLAGS, problem: Problem = LONG, **tunables: object) -> Built:
+def compiled(flags: tuple[str, ...] = FLAGS, problem: MqaLogitsProblem = LONG, **tunables: object) -> Built:
     return compile_kernel(heuristic(problem, GFX950, Tunables(**tunables)), flags)
 
 
@@ -36,7 +36,7 @@ def registers(operand: str) -> set[int]:
     return set(range(int(several[1]), int(several[2]) + 1)) if several else set()
 
 
-@pytest.mark.parametrize("form", [True, False], ids=["clean", "nocl"])
+@pytest.mark.parametrize("form", [True, False], ids=["clean", "noclean"])
 @pytest.mark.parametrize("block_m", [2, 4])
 def test_one_row_and_tile(form, block_m):
     built = compiled(problem=LONG._replace(clean_logits=form), relu="max", block_m=block_m, strategy="stream")
@@ -121,11 +121,13 @@ def test_the_head_sum_on_the_matrix_unit_is_an_option():
     assert count(built, r"v_permlane32_swap_b32(_e32)?") == 0
     assert (built.resources.vgpr_spills, built.resources.waves_per_simd) == (0, 2)
     # It rounds to bfloat16: never the heuristic's choice.
-    assert {heuristic(Problem(m, 4096, h, 128), GFX950).reduce for m in (1, 64, 4096) for h in (32, 64)} == {"fma"}
+    assert {heuristic(MqaLogitsProblem(m, 4096, h, 128), GFX950).reduce for m in (1, 64, 4096) for h in (32, 64)} == {
+        "fma"
+    }
 
 
 def test_64_heads():
-    built = HipGfx950().build(Problem(4096, 32768, 64, 128), GFX950)
+    built = HipGfx950().build(MqaLogitsProblem(4096, 32768, 64, 128), GFX950)
     assert "_H64_" in built.kernel
     assert built.resources.vgpr_spills == 0
     assert built.resources.waves_per_simd == 2
@@ -151,12 +153,12 @@ def test_strategy_and_grid_by_shape():
         (4096, 32768, "stream"), (1024, 131072, "stream"), (128, 32768, "stream"), (1, 8, "stream"),
         (8192, 8192, "lds"), (1024, 1024, "lds"), (1, 7, "lds"),
     ):  # fmt: skip
-        config = heuristic(Problem(rows, keys, 32, 128), GFX950)
+        config = heuristic(MqaLogitsProblem(rows, keys, 32, 128), GFX950)
         assert config.strategy == strategy
         assert config.reverse_rows == (keys > 2048)
         assert config.grid(rows)[0] * config.rows_of_block >= rows > (config.grid(rows)[0] - 1) * config.rows_of_block
     # A small row grid is split until the device is full: 2 workgroups of a compute unit, twice over.
-    few = heuristic(Problem(128, 32768, 32, 128), GFX950)
+    few = heuristic(MqaLogitsProblem(128, 32768, 32, 128), GFX950)
     assert few.grid(128) == (32, few.split_n, 1)
     assert few.split_n == 32
     assert heuristic(LONG, GFX950).split_n == 1

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.cuda_sm90.backend import HEAD_DIMS, HEADS, SOURCE, CudaSm90
+from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.cuda_sm90.config import PAIRS, SHARED_LIMIT, THREADS, KernelConfig, heuristic
-from lightning_indexer.toolchain import nvrtc
+from lightning_indexer.backends.cuda_sm90.mqa_logits import HEAD_DIMS, HEADS, SOURCE, CudaSm90
+from lightning_indexer.cuda import nvrtc
 
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SM90 = Arch.parse("sm90")
-INSTANTIATIONS = list(itertools.product(HEADS, HEAD_DIMS, ("clean", "nocl", "compressed"), ("f32", "bf16")))
+INSTANTIATIONS = list(itertools.product(HEADS, HEAD_DIMS, ("clean", "noclean", "compressed"), ("f32", "bf16")))
 
 
 def _config(heads: int, head_dim: int, form: str, out: str) -> KernelConfig:
-    problem = Problem(
+    problem = MqaLogitsProblem(
         4096, 32768, heads, head_dim,
         out_dtype=torch.float32 if out == "f32" else torch.bfloat16,
         clean_logits=form == "clean", max_seqlen_k=32768 if form == "compressed" else 0,
@@ -81,7 +81,7 @@ def test_kernel_holds_the_instructions_it_is_built_on(compiled, tmp_path):
 
 
 def test_a_broken_source_raises_with_the_log(tmp_path):
-    source = tmp_path / "kernel.cuh"
+    source = tmp_path / "mqa_logits.cuh"
     source.write_text("this is not CUDA")
     with pytest.raises(nvrtc.CompileError, match=r"this is not CUDA|identifier"):
         nvrtc.build(source, "sm_90a", {})
@@ -89,7 +89,7 @@ def test_a_broken_source_raises_with_the_log(tmp_path):
 
 def test_the_cache_is_keyed_by_source_macros_and_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path / "cache"))
-    source = tmp_path / "source" / "kernel.cuh"
+    source = tmp_path / "source" / "mqa_logits.cuh"
     source.parent.mkdir()
     source.write_text('extern "C" __global__ void kernel(int* out) { *out = VALUE; }')
     builds = []
@@ -115,7 +115,7 @@ def test_an_unwritable_cache_costs_time_only(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(blocked / "cache"))
-    source = tmp_path / "kernel.cuh"
+    source = tmp_path / "mqa_logits.cuh"
     source.write_text('extern "C" __global__ void kernel() {}')
     assert nvrtc.cubin(source, "sm_90a", {})[:4] == b"\x7fELF"
 
@@ -132,7 +132,7 @@ def test_config_is_pure_and_frozen(heads):
 
 def test_gate():
     backend = CudaSm90()
-    good = Problem(4096, 32768, 64, 128)
+    good = MqaLogitsProblem(4096, 32768, 64, 128)
     assert backend.supports(good, SM90) is None
     assert "needs sm90" in backend.supports(good, Arch.parse("sm100"))
     assert "H=24" in backend.supports(good._replace(heads=24), SM90)

@@ -31,17 +31,17 @@ class NoDevice:
         return torch.device("meta")
 
 driver.set_active(NoDevice())
-from lightning_indexer import Arch, Problem
+from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.triton_launch import operands_like
-from lightning_indexer.backends.triton_portable.backend import Launch
+from lightning_indexer.backends.triton_portable.mqa_logits import Launch
 from lightning_indexer.backends.triton_portable.config import heuristic
-from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel
+from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel
 from lightning_indexer.sim import too_close
 from lightning_indexer.toolchain.code_object import CodeObject
-from lightning_indexer.toolchain.repair import repair
-from lightning_indexer.toolchain.triton_amd import repaired
+from lightning_indexer.amd.repair import repair
+from lightning_indexer.amd.triton_amd import repaired
 
-gfx950, problem = Arch.parse("gfx950"), Problem(4096, 32768, 64, 128)
+gfx950, problem = Arch.parse("gfx950"), MqaLogitsProblem(4096, 32768, 64, 128)
 launch = Launch(problem, gfx950, heuristic(problem, gfx950))
 arguments = launch.arguments(*operands_like(problem, gfx950))
 texts, hazards = [], []

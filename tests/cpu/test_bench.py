@@ -15,10 +15,10 @@ from faulty import FaultyBackend, honest, install, one_percent_high
 from helpers import CPU
 from lightning_indexer import calc_diff, reference_logits
 from lightning_indexer.bench import environment, peers, plots, report, sweep, timing
-from lightning_indexer.bench.cases import Case, make_inputs, make_windows
 from lightning_indexer.bench.report import Summary
 from lightning_indexer.bench.sweep import Plan, Row
 from lightning_indexer.bench.timing import Ceilings, Timing
+from lightning_indexer.check.cases import Case, make_inputs, make_windows
 
 GPU = torch.device("cuda")
 S_Q, S_K, HEADS, HEAD_DIM = 16, 64, 8, 32
@@ -49,7 +49,7 @@ class FakePeer:
         return self.reason
 
     def prepare(self, case, inputs, ks, ke, max_seqlen_k):
-        right = reference_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+        right = reference_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
 
         def call():
             self.calls += 1
@@ -528,7 +528,7 @@ def test_einsum_is_right_and_says_when_its_scores_do_not_fit(monkeypatch):
     inputs = make_inputs(S_Q, S_K, 64, HEAD_DIM, CPU)
     ks, ke = make_windows("misaligned", S_Q, S_K, CPU)
     logits = peers.Einsum().prepare(case, inputs, ks, ke, 0)()
-    expected = reference_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+    expected = reference_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
     assert torch.equal(logits.isneginf(), expected.isneginf())
     assert calc_diff(logits, expected, expected.isfinite()) < ORACLE_DIFF
     assert peers.Einsum().supports(case, CPU) is None

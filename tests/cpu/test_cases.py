@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from helpers import CPU, same_bits
-from lightning_indexer import dequantize_k, reference
-from lightning_indexer.bench import verify
-from lightning_indexer.bench.cases import (
+from lightning_indexer import dequantize_k
+from lightning_indexer.check import verify
+from lightning_indexer.check.cases import (
     FORMS,
     PERFORMANCE_SHAPES,
     REQUESTS,
@@ -25,6 +25,7 @@ from lightning_indexer.bench.cases import (
     positions_in_windows,
     window_applies,
 )
+from lightning_indexer.problems import reference
 
 # Sizes that divide and sizes that do not; more rows than keys; rows that pass several requests' borders.
 SHAPES = [*SMALL_SHAPES, (2, 1), (4, 2), (16, 16), (12, 8), (64, 48), (5, 64), (8, 40), (6, 4096)]

@@ -16,11 +16,15 @@ import torch
 from typer.testing import CliRunner
 
 from faulty import FaultyBackend, honest, install, one_percent_high
-from lightning_indexer import Arch, __version__, cli, demo, dispatch, envs
-from lightning_indexer.bench import environment, timing, verify
-from lightning_indexer.bench.cases import WINDOWS
+from lightning_indexer import Arch, __version__, envs
+from lightning_indexer.bench import environment, timing
 from lightning_indexer.bench.timing import Ceilings
+from lightning_indexer.check import verify
+from lightning_indexer.check.cases import WINDOWS
 from lightning_indexer.chunking import Request
+from lightning_indexer.cli import app as cli
+from lightning_indexer.cli import demo
+from lightning_indexer.selection import registry as dispatch
 
 COMMANDS = ("info", "explain", "plan", "demo", "verify", "resources", "disasm", "bench", "e2e", "trace-diff")
 BACKENDS = [backend.name for backend in dispatch.backends()]
@@ -80,8 +84,8 @@ def test_as_a_module():
 def test_missing_packages_of_the_command_line_are_named(monkeypatch):
     from lightning_indexer.__main__ import main
 
-    monkeypatch.delitem(sys.modules, "lightning_indexer.cli")
-    monkeypatch.delattr("lightning_indexer.cli", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_indexer.cli.app")
+    monkeypatch.delattr("lightning_indexer.cli.app", raising=False)
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match=r"needs typer: pip install 'lightning-indexer\[cli\]'"):
         main()

@@ -10,13 +10,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lightning_indexer import Problem, cli, dispatch, sim
-from lightning_indexer.backends.triton_portable.backend import TritonPortable
-from lightning_indexer.bench import simulated
-from lightning_indexer.bench.cases import WINDOWS, window_applies
-from lightning_indexer.bench.simulated import FN, FNUZ, SimulatedCase, SimulatedOutcome, make_simulated_inputs, sweep
-from lightning_indexer.launcher.simulator import ARCHS
-from lightning_indexer.toolchain.built import CompileError
+from lightning_indexer import MqaLogitsProblem, sim
+from lightning_indexer.amd.built import CompileError
+from lightning_indexer.amd.simulated import ARCHS
+from lightning_indexer.backends.triton_portable.mqa_logits import TritonPortable
+from lightning_indexer.check import simulated
+from lightning_indexer.check.cases import WINDOWS, window_applies
+from lightning_indexer.check.simulated import FN, FNUZ, SimulatedCase, SimulatedOutcome, make_simulated_inputs, sweep
+from lightning_indexer.cli import app as cli
+from lightning_indexer.selection import registry as dispatch
 from lightning_indexer.toolchain.code_object import Resources
 
 
@@ -162,9 +164,9 @@ def test_verify_says_what_the_simulator_lacks(outcomes, monkeypatch):
 
 
 @pytest.fixture
-def built(monkeypatch) -> list[tuple[Problem, str]]:
+def built(monkeypatch) -> list[tuple[MqaLogitsProblem, str]]:
     """Replaces the compiler; grows with what it is asked for."""
-    asked: list[tuple[Problem, str]] = []
+    asked: list[tuple[MqaLogitsProblem, str]] = []
 
     def build(self, problem, arch):
         asked.append((problem, arch.name))

@@ -6,9 +6,9 @@ import struct
 
 import pytest
 
+from lightning_indexer.amd.built import Built, CompileError
+from lightning_indexer.amd.clang import assemble
 from lightning_indexer.toolchain import msgpack
-from lightning_indexer.toolchain.amdgpu_clang import assemble
-from lightning_indexer.toolchain.built import Built, CompileError
 from lightning_indexer.toolchain.code_object import Argument, CodeObject, CodeObjectError
 from lightning_indexer.toolchain.occupancy import lds_limit, waves_per_simd
 

@@ -12,19 +12,19 @@ from helpers import CPU, assert_matches, expected_for
 from lightning_indexer import (
     Arch,
     BackendUnavailableError,
-    Problem,
+    MqaLogitsProblem,
     arch_of,
-    dispatch,
     explain,
     fp8_mqa_logits,
     support_table,
 )
-from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.selection import registry as dispatch
 
-DEEPSEEK = Problem(4096, 32768, 64, 128)
-GLM = Problem(4096, 32768, 32, 128)
+DEEPSEEK = MqaLogitsProblem(4096, 32768, 64, 128)
+GLM = MqaLogitsProblem(4096, 32768, 32, 128)
 # H and D that only torch-blocked takes.
-ODD = Problem(4096, 32768, 24, 48)
+ODD = MqaLogitsProblem(4096, 32768, 24, 48)
 
 GPUS = [arch for arch in Arch.known() if arch.vendor in ("nvidia", "amd")]
 UNLISTED = {
@@ -39,12 +39,12 @@ def _compiled_triton_only(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
-def reasons(problem: Problem, arch: Arch, name: str | None = None) -> dict[str, str | None]:
+def reasons(problem: MqaLogitsProblem, arch: Arch, name: str | None = None) -> dict[str, str | None]:
     """Why each backend cannot run, whatever is installed here."""
     return {verdict.backend: verdict.reason for verdict in explain(problem, arch, name, installed_only=False)}
 
 
-def chosen(problem: Problem, arch: Arch) -> list[str]:
+def chosen(problem: MqaLogitsProblem, arch: Arch) -> list[str]:
     """The backend of a machine on which everything is installed."""
     return [verdict.backend for verdict in explain(problem, arch, installed_only=False) if verdict.chosen]
 
@@ -93,7 +93,7 @@ def test_order(arch, problem):
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_choice(arch, heads, head_dim):
     for facts in FORMS:
-        problem = Problem(4096, 32768, heads, head_dim, **facts)
+        problem = MqaLogitsProblem(4096, 32768, heads, head_dim, **facts)
         (name,) = chosen(problem, arch)
         if arch.name in ("gfx942", "gfx950"):  # the choice is by shape, and by which gates are open
             assert name in order(arch)[:-1]
@@ -105,7 +105,7 @@ def test_hip_gfx950():
     gfx950 = Arch.parse("gfx950")
     assert chosen(GLM, gfx950) == ["hip-gfx950"]
     # Few keys a row, or 64 heads: another backend's by default, this one's if it is asked for.
-    for problem in (Problem(4096, 32767, 32, 128), DEEPSEEK):
+    for problem in (MqaLogitsProblem(4096, 32767, 32, 128), DEEPSEEK):
         assert "hip-gfx950" not in chosen(problem, gfx950)
         [passed_over] = [v.passed_over for v in explain(problem, gfx950) if v.backend == "hip-gfx950"]
         assert passed_over.startswith("preferred where H=32, D=128 and N >= 8 * M; this is M=")
@@ -113,12 +113,20 @@ def test_hip_gfx950():
         assert support_table(problem)["hip-gfx950"]["gfx950"] is None
     for problem, arch, reason in (
         (GLM, "gfx942", "needs gfx950 (MI350X, MI355X), this is gfx942"),
-        (Problem(1, 9, 16, 128), "gfx950", "H=16 is not one of 32, 64"),
-        (Problem(1, 9, 32, 64), "gfx950", "D=64 is not one of 128"),
-        (Problem(1, 9, 32, 128, clean_logits=False, max_seqlen_k=9), "gfx950", "compressed logits are not built"),
-        (Problem(1, 9, 32, 128, out_dtype=torch.bfloat16), "gfx950", "writes float32 logits, torch.bfloat16 is not"),
-        (Problem(1, 9, 32, 128, aligned=False), "gfx950", "must start on 16-byte boundaries"),
-        (Problem(1, 2**30, 32, 128), "gfx950", "a row of logits is more than 32-bit offsets reach"),
+        (MqaLogitsProblem(1, 9, 16, 128), "gfx950", "H=16 is not one of 32, 64"),
+        (MqaLogitsProblem(1, 9, 32, 64), "gfx950", "D=64 is not one of 128"),
+        (
+            MqaLogitsProblem(1, 9, 32, 128, clean_logits=False, max_seqlen_k=9),
+            "gfx950",
+            "compressed logits are not built",
+        ),
+        (
+            MqaLogitsProblem(1, 9, 32, 128, out_dtype=torch.bfloat16),
+            "gfx950",
+            "writes float32 logits, torch.bfloat16 is not",
+        ),
+        (MqaLogitsProblem(1, 9, 32, 128, aligned=False), "gfx950", "must start on 16-byte boundaries"),
+        (MqaLogitsProblem(1, 2**30, 32, 128), "gfx950", "a row of logits is more than 32-bit offsets reach"),
     ):
         assert reason in reasons(problem, Arch.parse(arch), "hip-gfx950")["hip-gfx950"]
 
@@ -127,7 +135,7 @@ def test_hip_gfx950():
 def test_other_shapes_fall_to_torch(arch):
     assert chosen(ODD, arch) == ["torch-blocked"]
     assert reasons(ODD, arch)["triton-portable"] == "H=24 is not one of 8, 16, 32, 64, 128"
-    problem = Problem(4096, 32768, 64, 48)
+    problem = MqaLogitsProblem(4096, 32768, 64, 48)
     assert chosen(problem, arch) == ["torch-blocked"]
     assert reasons(problem, arch)["triton-portable"] == "D=48 is not one of 32, 64, 128"
 
@@ -135,7 +143,7 @@ def test_other_shapes_fall_to_torch(arch):
 def test_cuda_sm90():
     sm90 = Arch.parse("sm90")
     assert reasons(ODD, sm90, "cuda-sm90") == {"cuda-sm90": "H=24 is not one of 8, 16, 32, 64, 128"}
-    assert reasons(Problem(1, 1, 8, 48), sm90, "cuda-sm90") == {"cuda-sm90": "D=48 is not one of 32, 64, 128"}
+    assert reasons(MqaLogitsProblem(1, 1, 8, 48), sm90, "cuda-sm90") == {"cuda-sm90": "D=48 is not one of 32, 64, 128"}
     unaligned = DEEPSEEK._replace(aligned=False)
     assert chosen(unaligned, sm90) == ["triton-portable"]
     assert "16-byte boundaries" in reasons(unaligned, sm90)["cuda-sm90"]
@@ -464,9 +472,9 @@ def test_the_arch_variable_reaches_selection(monkeypatch):
 
 def test_problem_texts_and_width():
     assert str(DEEPSEEK) == "M=4096 N=32768 H=64 D=128 clean float32"
-    assert str(Problem(1, 2, 8, 32, clean_logits=False)) == "M=1 N=2 H=8 D=32 not clean float32"
-    compressed = Problem(1, 20, 8, 32, clean_logits=False, max_seqlen_k=7, out_dtype=torch.bfloat16)
+    assert str(MqaLogitsProblem(1, 2, 8, 32, clean_logits=False)) == "M=1 N=2 H=8 D=32 not clean float32"
+    compressed = MqaLogitsProblem(1, 20, 8, 32, clean_logits=False, max_seqlen_k=7, out_dtype=torch.bfloat16)
     assert str(compressed) == "M=1 N=20 H=8 D=32 compressed to 7 bfloat16"
     assert (compressed.width, compressed.compressed) == (7, True)
     assert (DEEPSEEK.width, DEEPSEEK.compressed) == (32768, False)
-    assert len({DEEPSEEK, GLM, Problem(4096, 32768, 64, 128)}) == 2
+    assert len({DEEPSEEK, GLM, MqaLogitsProblem(4096, 32768, 64, 128)}) == 2

@@ -11,12 +11,14 @@ from typer.testing import CliRunner
 
 from faulty import FaultyBackend, install
 from helpers import CPU
-from lightning_indexer import Arch, cli, dispatch, fp8_mqa_logits, quantize_k
+from lightning_indexer import Arch, fp8_mqa_logits, quantize_k
+from lightning_indexer.cli import app as cli
 from lightning_indexer.e2e import checks, report, run, stack, traces
 from lightning_indexer.e2e.cache import BLOCK_TOKENS, PagedKeys
 from lightning_indexer.e2e.clock import Clock
 from lightning_indexer.e2e.dims import MODELS
 from lightning_indexer.e2e.prompt import make_prompt
+from lightning_indexer.selection import registry as dispatch
 
 CONTEXT, NEEDLES, STEP = 320, 4, 128
 TINY = replace(
@@ -345,7 +347,7 @@ def invoke(*arguments):
 
 
 def test_the_command(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_indexer.cli_engines.MODELS", {"glm-5.2": TINY})
+    monkeypatch.setattr("lightning_indexer.cli.engines.MODELS", {"glm-5.2": TINY})
     monkeypatch.setattr(type(TINY), "small", lambda self: self)
     folder = tmp_path / "r"
     result = invoke(
@@ -363,7 +365,7 @@ def test_the_command_fails_where_a_backend_loses_needles(tmp_path, monkeypatch):
         out[out.isfinite()] = 0.0
 
     install(monkeypatch, FaultyBackend(silent))
-    monkeypatch.setattr("lightning_indexer.cli_engines.MODELS", {"glm-5.2": TINY})
+    monkeypatch.setattr("lightning_indexer.cli.engines.MODELS", {"glm-5.2": TINY})
     monkeypatch.setattr(type(TINY), "small", lambda self: self)
     arguments = ("--context", "128", "--repeats", "1", "--needles", "4", "--no-trace", "--rows", "4")
     result = invoke(*arguments, "--b", "faulty", "--results", str(tmp_path))

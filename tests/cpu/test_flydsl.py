@@ -8,9 +8,10 @@ import itertools
 import pytest
 import torch
 
-from lightning_indexer import Arch, Problem, dispatch
+from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
 from lightning_indexer.backends.flydsl_cdna.layout import CHUNK, KEYS_OF_WAVE, LANES, Layout
+from lightning_indexer.selection import registry as dispatch
 from lightning_indexer.toolchain.occupancy import lds_limit
 
 ARCHS = ("gfx942", "gfx950")
@@ -25,8 +26,8 @@ LAYOUTS = [
 ]
 
 
-def problem(rows: int, keys: int, heads: int = 64, head_dim: int = 128, **facts) -> Problem:
-    return Problem(rows, keys, heads, head_dim, **facts)
+def problem(rows: int, keys: int, heads: int = 64, head_dim: int = 128, **facts) -> MqaLogitsProblem:
+    return MqaLogitsProblem(rows, keys, heads, head_dim, **facts)
 
 
 # Gate

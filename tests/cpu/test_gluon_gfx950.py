@@ -9,17 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.gluon_gfx950 import backend
-from lightning_indexer.backends.gluon_gfx950.backend import HEAD_DIMS, HEADS, GluonGfx950, Launch
+from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.gluon_gfx950.config import GluonConfig, heuristic, is_wide, neighbours
+from lightning_indexer.backends.gluon_gfx950.mqa_logits import HEAD_DIMS, HEADS, GluonGfx950, Launch
 from lightning_indexer.toolchain.occupancy import lds_limit
 
 GFX950 = Arch.parse("gfx950")
-DEEPSEEK = Problem(4096, 32768, 64, 128)
+DEEPSEEK = MqaLogitsProblem(4096, 32768, 64, 128)
 
 
-def contiguous(problem: Problem) -> tuple[int, int, int, int, int]:
+def contiguous(problem: MqaLogitsProblem) -> tuple[int, int, int, int, int]:
     """Strides of q (two), k, weights and out."""
     return problem.heads * problem.head_dim, problem.head_dim, problem.head_dim, problem.heads, problem.keys
 
@@ -28,7 +27,7 @@ def contiguous(problem: Problem) -> tuple[int, int, int, int, int]:
 @pytest.mark.parametrize("keys", [1, 300, 32768, 1048576])
 def test_the_layouts_of_every_config_exist(rows, keys):
     for heads, head_dim in itertools.product(HEADS, HEAD_DIMS):
-        for config in neighbours(Problem(rows, keys, heads, head_dim), GFX950):
+        for config in neighbours(MqaLogitsProblem(rows, keys, heads, head_dim), GFX950):
             assert config.row_warps * config.key_warps == 4
             # A wave has whole tiles of 32 (rows x heads) x 32 keys, whole rows, and whole lines of results.
             assert config.rows % config.row_warps == 0
@@ -48,7 +47,7 @@ def test_the_layouts_of_every_config_exist(rows, keys):
 @pytest.mark.parametrize("rows", [1, 300, 4096])
 def test_lds_holds_two_programs_of_what_the_heuristic_takes(rows):
     for heads, head_dim in itertools.product(HEADS, HEAD_DIMS):
-        config = heuristic(Problem(rows, 32768, heads, head_dim), GFX950)
+        config = heuristic(MqaLogitsProblem(rows, 32768, heads, head_dim), GFX950)
         assert 2 * config.lds_bytes(head_dim) <= lds_limit("gfx950")
 
 
@@ -64,10 +63,10 @@ def test_many_rows_of_the_shipped_model_share_tiles_of_three_buffers():
 
 
 def test_few_rows_are_cut_along_the_keys():
-    assert heuristic(Problem(1, 1048576, 64, 128), GFX950).chunk == 512
-    assert heuristic(Problem(16384, 1048576, 64, 128), GFX950).chunk == 8192
-    assert heuristic(Problem(128, 32768, 64, 128), GFX950).rows == 2
-    assert heuristic(Problem(1, 32768, 64, 128), GFX950).rows == 1
+    assert heuristic(MqaLogitsProblem(1, 1048576, 64, 128), GFX950).chunk == 512
+    assert heuristic(MqaLogitsProblem(16384, 1048576, 64, 128), GFX950).chunk == 8192
+    assert heuristic(MqaLogitsProblem(128, 32768, 64, 128), GFX950).rows == 2
+    assert heuristic(MqaLogitsProblem(1, 32768, 64, 128), GFX950).rows == 1
 
 
 def test_what_lds_does_not_hold_is_refused_before_the_launch():
@@ -83,7 +82,7 @@ def test_what_lds_does_not_hold_is_refused_before_the_launch():
 def test_buffer_instructions_reach_whatever_is_contiguous(rows, heads):
     """A program's own part of it: 2^31 elements and more of logits, 2^27 keys of K."""
     for keys in (1, 262144, 1048576):
-        problem = Problem(rows, keys, heads, 128)
+        problem = MqaLogitsProblem(rows, keys, heads, 128)
         assert not is_wide(problem, heuristic(problem, GFX950), contiguous(problem))
 
 

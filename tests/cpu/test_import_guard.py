@@ -71,17 +71,18 @@ for name in OPTIONAL:
 
 import torch
 import lightning_indexer as li
-from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.selection import registry
+from lightning_indexer.check.cases import make_inputs, make_windows
 
 cpu = torch.device("cpu")
 inputs = make_inputs(9, 70, 8, 32, cpu)
 ks, ke = make_windows("misaligned", 9, 70, cpu)
 logits = li.fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
-expected = li.reference_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+expected = li.reference_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
 
-problem, sm90 = li.Problem(4096, 32768, 64, 128), li.Arch.parse("sm90")
+problem, sm90 = li.MqaLogitsProblem(4096, 32768, 64, 128), li.Arch.parse("sm90")
 try:
-    li.dispatch.select(problem, sm90, "triton-portable")
+    registry.select(problem, sm90, "triton-portable")
     error = None
 except li.BackendUnavailableError as raised:
     error = str(raised)

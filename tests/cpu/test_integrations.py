@@ -9,7 +9,7 @@ import torch
 
 import lightning_indexer
 from helpers import CPU, assert_matches, expected_for
-from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.integrations import aiter, deep_gemm
 
 ROWS, KEYS, HEADS, HEAD_DIM = 12, 77, 4, 32

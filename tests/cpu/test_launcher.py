@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from lightning_indexer import Arch, sim
+from lightning_indexer.amd import hip_runtime as hip_launcher
+from lightning_indexer.amd import launcher_for, pack_arguments, simulates, simulation
+from lightning_indexer.amd.arguments import hidden_arguments
+from lightning_indexer.amd.built import Built
+from lightning_indexer.amd.hip_runtime import HipError, HipLauncher
 from lightning_indexer.arch import arch_of, assume
-from lightning_indexer.launcher import hip as hip_launcher
-from lightning_indexer.launcher import launcher_for, pack_arguments, simulates, simulation
-from lightning_indexer.launcher.arguments import hidden_arguments
-from lightning_indexer.launcher.hip import HipError, HipLauncher
-from lightning_indexer.toolchain.built import Built
 from lightning_indexer.toolchain.code_object import Argument, Descriptor, KernelInfo, Resources
 
 

@@ -11,8 +11,8 @@ from torch.library import opcheck
 
 from helpers import CPU, assert_matches, expected_logits, same_bits
 from lightning_indexer import fp8_mqa_logits
-from lightning_indexer.bench.cases import make_inputs, make_windows
-from lightning_indexer.bench.guarded import GuardedOutput
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.check.guarded import GuardedOutput
 
 OPERATOR = torch.ops.lightning_indexer.fp8_mqa_logits.default
 OPERATOR_OUT = torch.ops.lightning_indexer.fp8_mqa_logits_out.default

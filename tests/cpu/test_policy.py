@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_indexer import Arch, Problem, dispatch, explain, policy
+from lightning_indexer import Arch, MqaLogitsProblem, explain
+from lightning_indexer.selection import policy
+from lightning_indexer.selection import registry as dispatch
 
 TRITON_TORCH = ("triton-portable", "torch-blocked")
 FLYDSL_TRITON_TORCH = ("flydsl", *TRITON_TORCH)
@@ -12,7 +14,7 @@ FLYDSL_TRITON_TORCH = ("flydsl", *TRITON_TORCH)
 
 def tried(arch: str, rows: int, keys: int, heads: int, head_dim: int = 128, kernels: bool = True) -> tuple[str, ...]:
     """The backends that the policy would try, in order."""
-    problem = Problem(rows, keys, heads, head_dim)
+    problem = MqaLogitsProblem(rows, keys, heads, head_dim)
     steps = policy.chain(problem, Arch.parse(arch), kernels=kernels)
     return tuple(step.backend for step in steps if step.passed_over is None)
 
@@ -58,7 +60,7 @@ def test_every_other_arch_that_triton_supports(arch, shape):
 
 def test_a_device_that_triton_does_not_know():
     xpu = Arch("xpu", "other", "none", 1, "a device", listed=False)
-    assert [step.backend for step in policy.chain(Problem(1, 1, 8, 32), xpu)] == ["torch-blocked"]
+    assert [step.backend for step in policy.chain(MqaLogitsProblem(1, 1, 8, 32), xpu)] == ["torch-blocked"]
 
 
 @pytest.mark.parametrize("arch", [arch.name for arch in Arch.known()])
@@ -94,10 +96,10 @@ class Open:
     def missing(self) -> str | None:
         return self._missing
 
-    def supports(self, problem: Problem, arch: Arch) -> str | None:
+    def supports(self, problem: MqaLogitsProblem, arch: Arch) -> str | None:
         return self._gate
 
-    def prepare(self, problem: Problem, arch: Arch):
+    def prepare(self, problem: MqaLogitsProblem, arch: Arch):
         return self.name
 
 
@@ -112,7 +114,7 @@ def registry(monkeypatch, *backends: Open) -> None:
 
 
 def select(arch: str, *shape: int) -> str:
-    return dispatch.select(Problem(*shape, *(128,) * (4 - len(shape))), Arch.parse(arch)).name
+    return dispatch.select(MqaLogitsProblem(*shape, *(128,) * (4 - len(shape))), Arch.parse(arch)).name
 
 
 @pytest.mark.parametrize(("arch", "kernels", "shape", "expected"), VLLM_CASES)
@@ -120,7 +122,7 @@ def test_the_four_cases_of_vllms_dispatch_test(monkeypatch, arch, kernels, shape
     registry(monkeypatch)
     monkeypatch.setenv("LIGHTNING_INDEXER_KERNELS", "1" if kernels else "0")
     assert select(arch, *shape) == expected
-    assert dispatch.prepare(Problem(*shape, 128), Arch.parse(arch)) == expected
+    assert dispatch.prepare(MqaLogitsProblem(*shape, 128), Arch.parse(arch)) == expected
 
 
 def test_a_faster_rule_goes_before_flydsl(monkeypatch):
@@ -146,7 +148,7 @@ def test_a_closed_gate_or_a_missing_package_hands_on(monkeypatch, obstacle):
 def test_what_is_passed_over_is_never_a_fallback_but_runs_by_name(monkeypatch):
     registry(monkeypatch, Open("flydsl", missing="no"), Open("triton-portable", gate="no"))
     assert select("gfx950", 8192, 8192, 32) == "torch-blocked"
-    problem, gfx950 = Problem(8192, 8192, 32, 128), Arch.parse("gfx950")
+    problem, gfx950 = MqaLogitsProblem(8192, 8192, 32, 128), Arch.parse("gfx950")
     assert dispatch.select(problem, gfx950, "hip-gfx950").name == "hip-gfx950"
     monkeypatch.setenv("LIGHTNING_INDEXER_KERNELS", "0")
     assert dispatch.select(problem, gfx950, "hip-gfx950").name == "hip-gfx950"
@@ -156,7 +158,7 @@ def test_what_is_passed_over_is_never_a_fallback_but_runs_by_name(monkeypatch):
 
 def test_explain_prints_the_chain_with_each_reason(monkeypatch):
     registry(monkeypatch, Open("flydsl", missing="FlyDSL is not installed: pip install it"))
-    problem = Problem(4096, 16384, 32, 128)
+    problem = MqaLogitsProblem(4096, 16384, 32, 128)
     this = "this is M=4096 N=16384 H=32 D=128"
     assert [str(verdict) for verdict in explain(problem, Arch.parse("gfx950"))] == [
         f"   hip-gfx950: can run by name (preferred where H=32, D=128 and N >= 8 * M; {this})",
@@ -175,7 +177,7 @@ def test_explain_prints_the_chain_with_each_reason(monkeypatch):
 
 def test_preparation_follows_the_switch(monkeypatch):
     registry(monkeypatch)
-    problem, sm90 = Problem(4096, 32768, 64, 128), Arch.parse("sm90")
+    problem, sm90 = MqaLogitsProblem(4096, 32768, 64, 128), Arch.parse("sm90")
     for value, expected in (("1", "cuda-sm90"), ("0", "torch-blocked"), ("on", "cuda-sm90"), ("", "cuda-sm90")):
         monkeypatch.setenv("LIGHTNING_INDEXER_KERNELS", value)
         assert dispatch.prepare(problem, sm90) == expected
@@ -188,7 +190,7 @@ def test_a_call_follows_the_switch(monkeypatch):
     """The plan of an earlier call with the same facts is not used again once the variable changes."""
     from helpers import CPU, assert_matches, expected_for
     from lightning_indexer import fp8_mqa_logits
-    from lightning_indexer.bench.cases import make_inputs, make_windows
+    from lightning_indexer.check.cases import make_inputs, make_windows
 
     ran = []
     monkeypatch.setattr(

@@ -9,12 +9,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lightning_indexer import Arch, Problem, cli, dispatch, prebuild
-from lightning_indexer.backends.cuda_sm90 import backend as sm90
+from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.backends.cuda_sm90 import mqa_logits as sm90
 from lightning_indexer.backends.cuda_sm90.config import heuristic
 from lightning_indexer.backends.flydsl_cdna import config as flydsl
 from lightning_indexer.backends.hip_gfx950 import config as hip
-from lightning_indexer.toolchain import nvrtc
+from lightning_indexer.calls import prebuild
+from lightning_indexer.cli import app as cli
+from lightning_indexer.cuda import nvrtc
+from lightning_indexer.selection import registry as dispatch
 
 SM90, GFX942, GFX950 = map(Arch.parse, ("sm90", "gfx942", "gfx950"))
 
@@ -53,10 +56,10 @@ def test_heuristics_take_no_kernel_beyond_the_plan():
                    for problem in batch.problems}  # fmt: skip
         for m in (1, 2, 3, 5, 17, 61, 100, 671, 2048, 3000, 5000, 16384):
             for n in (1, 100, 5000, 20000, 65536, 250000, 10**6):
-                assert _name(name, Problem(m, n, 32, 128), arch) in planned
+                assert _name(name, MqaLogitsProblem(m, n, 32, 128), arch) in planned
 
 
-def _name(backend: str, problem: Problem, arch: Arch) -> str:
+def _name(backend: str, problem: MqaLogitsProblem, arch: Arch) -> str:
     if backend == "cuda-sm90":
         return heuristic(problem, arch).name
     if backend == "flydsl":
@@ -144,10 +147,10 @@ def test_a_launch_finds_what_was_compiled(monkeypatch, tmp_path):
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(nvrtc, "build", compiled_again)
-    config = heuristic(Problem(700, 9000, 8, 32), SM90)
+    config = heuristic(MqaLogitsProblem(700, 9000, 8, 32), SM90)
     assert nvrtc.cubin(sm90.SOURCE, sm90.NVRTC_ARCH, dict(config.macros().items()))
     with pytest.raises(AssertionError, match="compiled again"):
-        nvrtc.cubin(sm90.SOURCE, sm90.NVRTC_ARCH, heuristic(Problem(700, 9000, 16, 32), SM90).macros())
+        nvrtc.cubin(sm90.SOURCE, sm90.NVRTC_ARCH, heuristic(MqaLogitsProblem(700, 9000, 16, 32), SM90).macros())
 
 
 @pytest.mark.parametrize(

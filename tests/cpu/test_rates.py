@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_indexer import dispatch
-from lightning_indexer.bench.cases import PERFORMANCE_SHAPES, flop, positions_in_windows
-from lightning_indexer.bench.cost import windows_of
-from lightning_indexer.bench.rates import (
+from lightning_indexer.check.cases import PERFORMANCE_SHAPES, flop, positions_in_windows
+from lightning_indexer.model.cost import windows_of
+from lightning_indexer.model.rates import (
     AITER_GLUON,
     AITER_HIP,
     MI350X,
@@ -17,6 +16,7 @@ from lightning_indexer.bench.rates import (
     is_packed_f32,
     matrix_flop_and_cycles,
 )
+from lightning_indexer.selection import registry as dispatch
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 
 from helpers import CPU, int32, same_bits
 from lightning_indexer import calc_diff, reference_logits
-from lightning_indexer.bench.cases import WINDOWS, make_inputs, make_windows, window_applies
-from lightning_indexer.reference import reference_scores, window_mask
+from lightning_indexer.check.cases import WINDOWS, make_inputs, make_windows, window_applies
+from lightning_indexer.problems.mqa_logits import reference_scores, window_mask
 
 # float32 sums of H * D products, relative to the sum of their magnitudes.
 FLOAT32_SUM = 2e-6
@@ -102,7 +102,7 @@ def test_row_chunks_change_nothing(monkeypatch, rows_at_a_time):
         seen.append(operands[0].shape[0])
         return einsum(equation, *operands)
 
-    monkeypatch.setattr("lightning_indexer.reference._SCORE_BYTES", rows_at_a_time * heads * keys * 4)
+    monkeypatch.setattr("lightning_indexer.problems.mqa_logits._SCORE_BYTES", rows_at_a_time * heads * keys * 4)
     monkeypatch.setattr(torch, "einsum", counting)
     assert same_bits(reference_logits(*call), whole)
     step = max(1, rows_at_a_time)
@@ -226,7 +226,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch, elements):
     where[0] = False
     whole, masked = calc_diff(x, y), calc_diff(x, y, where)
     assert whole != masked
-    monkeypatch.setattr("lightning_indexer.reference._DIFF_ELEMENTS", elements)
+    monkeypatch.setattr("lightning_indexer.problems.mqa_logits._DIFF_ELEMENTS", elements)
     assert calc_diff(x, y) == whole
     assert calc_diff(x, y, where) == masked
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from lightning_indexer.toolchain.triton_amd import repaired
+from lightning_indexer.amd.triton_amd import repaired
 
 BROKEN = "\n".join(
     ["\tv_mfma_f32_32x32x64_f8f6f4 v[0:15], v[32:39], v[40:47], 0", *["\ts_mov_b32 s9, 0"] * 19, "\tv_mov_b32 v1, v2"]

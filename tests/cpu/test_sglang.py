@@ -14,7 +14,7 @@ import torch
 
 import standins
 from helpers import CPU, assert_matches, expected_for
-from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.integrations import sglang
 from lightning_indexer.integrations.notes import Notes
 from lightning_indexer.integrations.patching import IntegrationError, parameters

@@ -26,10 +26,10 @@ from helpers import (
     options_of,
     same_bits,
 )
-from lightning_indexer import Arch, Problem, calc_diff, fp8_mqa_logits, reference_logits
-from lightning_indexer.backends.torch_blocked import backend as backend_module
+from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, fp8_mqa_logits, reference_logits
+from lightning_indexer.backends.torch_blocked import mqa_logits as backend_module
 from lightning_indexer.backends.torch_blocked.config import BlockConfig, heuristic
-from lightning_indexer.bench.cases import WINDOWS, Inputs, make_inputs, make_windows
+from lightning_indexer.check.cases import WINDOWS, Inputs, make_inputs, make_windows
 from lightning_indexer.fp8 import dequantize_k
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -143,7 +143,7 @@ def test_rows_without_a_window(blocks, rows, keys, form):
 def test_accuracy_against_the_operands_before_quantisation():
     inputs = make_inputs(64, 384, 32, 128, CPU)
     ks, ke = make_windows("misaligned", 64, 384, CPU)
-    exact = reference_logits(inputs.q, inputs.k, torch.ones(384), inputs.weights, ks, ke)
+    exact = reference_logits(inputs.q, (inputs.k, torch.ones(384)), inputs.weights, ks, ke)
     inside = exact != float("-inf")
     diff = calc_diff(call(inputs, ks, ke), exact, inside)
     assert 1e-6 < diff < MAX_DIFF_UNQUANTISED
@@ -394,7 +394,7 @@ def test_the_reference_is_the_formula():
 @pytest.mark.parametrize("rows", [1, 17, 16384])
 def test_heuristic(arch, heads, rows):
     arch = Arch.parse(arch)
-    config = heuristic(Problem(rows, 131072, heads, 128), arch)
+    config = heuristic(MqaLogitsProblem(rows, 131072, heads, 128), arch)
     assert 1 <= config.block_rows <= rows
     assert config.panel_keys % config.block_keys == 0
     score_bytes = 4 * config.block_rows * heads * config.block_keys
@@ -464,7 +464,7 @@ class TestThreads:
         """PyTorch's own OpenMP threads do not survive a fork either, so the child here computes nothing."""
         code = (
             "import os, sys, torch\n"
-            "from lightning_indexer.backends.torch_blocked.backend import _pool\n"
+            "from lightning_indexer.backends.torch_blocked.mqa_logits import _pool\n"
             "work = lambda: list(_pool(2).map(abs, (-1, -2)))\n"
             "assert work() == [1, 2]\n"
             "child = os.fork()\n"

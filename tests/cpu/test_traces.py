@@ -8,7 +8,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from lightning_indexer import cli
+from lightning_indexer.cli import app as cli
 from lightning_indexer.e2e import traces
 from lightning_indexer.e2e.traces import Sum, TraceError
 

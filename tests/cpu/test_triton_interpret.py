@@ -26,12 +26,12 @@ from helpers import (
     options_of,
     same_bits,
 )
-from lightning_indexer import Arch, Problem, envs, fp8_mqa_logits
-from lightning_indexer.backends.triton_portable import backend as backend_module
-from lightning_indexer.backends.triton_portable.backend import HEAD_DIMS, HEADS, constants, launch, options
+from lightning_indexer import Arch, MqaLogitsProblem, envs, fp8_mqa_logits
+from lightning_indexer.backends.triton_portable import mqa_logits as backend_module
 from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic
-from lightning_indexer.bench.cases import WINDOWS, Inputs, make_inputs, make_windows
-from lightning_indexer.problem import Operands
+from lightning_indexer.backends.triton_portable.mqa_logits import HEAD_DIMS, HEADS, constants, launch, options
+from lightning_indexer.check.cases import WINDOWS, Inputs, make_inputs, make_windows
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall
 
 interpreted = pytest.mark.skipif(
     not envs.triton_interprets(), reason="a GPU is here: tests/gpu runs the compiled kernel, in the same process"
@@ -49,11 +49,11 @@ ONE_TILE = TileConfig(block=64, chunk=64, num_warps=4, num_stages=2)
 
 def run(inputs: Inputs, ks, ke, out: torch.Tensor, form: str, arch: str, config: TileConfig, width: int) -> None:
     rows, heads, head_dim = inputs.q_fp8.shape
-    problem = Problem(
+    problem = MqaLogitsProblem(
         rows, inputs.k_fp8.shape[0], heads, head_dim, out_dtype=out.dtype, clean_logits=form == "clean",
         max_seqlen_k=width if form == "compressed" else 0,
     )  # fmt: skip
-    operands = Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+    operands = MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
     launch(problem, operands, out, Arch.parse(arch), config)
 
 
@@ -131,7 +131,7 @@ def test_windows_at_the_ends_of_int32(form, dtype):
 @pytest.mark.parametrize("arch", [*ARCHS, "gfx950"])
 def test_the_heuristics_own_tiles(arch):
     """As a call launches it: chunks of 256 columns or more, here with a long row."""
-    config = heuristic(Problem(2, 1560, 8, 32), Arch.parse(arch))
+    config = heuristic(MqaLogitsProblem(2, 1560, 8, 32), Arch.parse(arch))
     check(make_inputs(2, 1560, 8, 32, CPU), int32(3, 700), int32(1501, 1560), arch=arch, config=config)
 
 
@@ -259,11 +259,11 @@ def test_keys_outside_of_every_window_are_not_read(arch, form):
 FENCED = """
 import ctypes, json, mmap
 import torch
-from lightning_indexer import Arch, Problem, calc_diff, reference_logits
-from lightning_indexer.backends.triton_portable.backend import launch
+from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, reference_logits
+from lightning_indexer.backends.triton_portable.mqa_logits import launch
 from lightning_indexer.backends.triton_portable.config import TileConfig
-from lightning_indexer.bench.cases import make_inputs
-from lightning_indexer.problem import Operands
+from lightning_indexer.check.cases import make_inputs
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -287,16 +287,16 @@ rows, keys = 5, 75
 inputs = make_inputs(rows, keys, 8, 32, torch.device("cpu"))
 ks = torch.tensor([-3, 0, 33, 70, 200], dtype=torch.int32)
 ke = torch.tensor([75, 500, 75, 2**31 - 1, 300], dtype=torch.int32)
-expected = reference_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+expected = reference_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
 inside = expected != float("-inf")
 diffs = []
 for before in (True, False):
-    operands = Operands(
+    operands = MqaLogitsCall(
         *(fenced(x, before) for x in (inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke))
     )
     for arch in ("sm80", "sm90"):
         for facts in ({}, {"clean_logits": False}, {"clean_logits": False, "max_seqlen_k": 90}):
-            problem = Problem(rows, keys, 8, 32, **facts)
+            problem = MqaLogitsProblem(rows, keys, 8, 32, **facts)
             out = fenced(torch.empty(rows, problem.width), before)
             launch(problem, operands, out, Arch.parse(arch), TileConfig(32, 64, 4, 2))
             if not problem.compressed:
@@ -354,34 +354,37 @@ SHAPES = [(1, 1), (1, 131072), (4, 300), (128, 32768), (671, 131072), (1024, 102
 def test_heuristic(arch, rows, keys):
     for heads in HEADS:
         for head_dim in HEAD_DIMS:
-            config = heuristic(Problem(rows, keys, heads, head_dim), arch)
+            config = heuristic(MqaLogitsProblem(rows, keys, heads, head_dim), arch)
             assert config.block in (32, 64, 128)
             assert config.chunk % config.block == 0
             assert config.num_warps in (1, 2, 4, 8)
             assert config.num_stages >= 1
             assert (config.waves_per_eu == 0) or arch.vendor == "amd"
-            assert heuristic(Problem(rows, keys, heads, head_dim), arch) == config
+            assert heuristic(MqaLogitsProblem(rows, keys, heads, head_dim), arch) == config
 
 
 @pytest.mark.parametrize("arch", GPUS, ids=lambda arch: arch.name)
 def test_few_rows_still_fill_the_device(arch):
     """Programs for every unit, unless the row is too short to be cut so far."""
     for rows, keys in SHAPES:
-        config = heuristic(Problem(rows, keys, 64, 128), arch)
+        config = heuristic(MqaLogitsProblem(rows, keys, 64, 128), arch)
         programs = rows * -(-keys // config.chunk)
         assert programs >= 4 * arch.units or config.chunk <= 256, (rows, keys, config)
-    assert heuristic(Problem(1, 131072, 64, 128), arch).chunk < heuristic(Problem(8192, 262144, 64, 128), arch).chunk
+    assert (
+        heuristic(MqaLogitsProblem(1, 131072, 64, 128), arch).chunk
+        < heuristic(MqaLogitsProblem(8192, 262144, 64, 128), arch).chunk
+    )
 
 
 def test_the_width_counts_and_not_the_keys():
     sm90 = Arch.parse("sm90")
-    compressed = Problem(64, 262144, 64, 128, clean_logits=False, max_seqlen_k=2048)
-    assert heuristic(compressed, sm90) == heuristic(Problem(64, 2048, 64, 128), sm90)
-    assert heuristic(compressed, sm90) != heuristic(Problem(64, 262144, 64, 128), sm90)
+    compressed = MqaLogitsProblem(64, 262144, 64, 128, clean_logits=False, max_seqlen_k=2048)
+    assert heuristic(compressed, sm90) == heuristic(MqaLogitsProblem(64, 2048, 64, 128), sm90)
+    assert heuristic(compressed, sm90) != heuristic(MqaLogitsProblem(64, 262144, 64, 128), sm90)
 
 
 def test_a_config_is_frozen_and_hashable():
-    config = heuristic(Problem(1, 1, 8, 32), Arch.parse("sm90"))
+    config = heuristic(MqaLogitsProblem(1, 1, 8, 32), Arch.parse("sm90"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.block = 32
     assert hash(config) == hash(dataclasses.replace(config))
@@ -389,11 +392,11 @@ def test_a_config_is_frozen_and_hashable():
 
 def test_constants_follow_the_problem():
     config = TileConfig(64, 512, 4, 3)
-    clean = constants(Problem(4, 90, 8, 64), config, widen=False)
+    clean = constants(MqaLogitsProblem(4, 90, 8, 64), config, widen=False)
     assert clean == {
         "HEADS": 8, "PADDED_HEADS": 16, "HEAD_DIM": 64, "BLOCK": 64, "CLEAN": True, "COMPRESSED": False, "WIDEN": False,
     }  # fmt: skip
-    compressed = constants(Problem(4, 90, 64, 64, clean_logits=False, max_seqlen_k=5), config, widen=True)
+    compressed = constants(MqaLogitsProblem(4, 90, 64, 64, clean_logits=False, max_seqlen_k=5), config, widen=True)
     assert compressed == {
         "HEADS": 64, "PADDED_HEADS": 64, "HEAD_DIM": 64, "BLOCK": 64, "CLEAN": False, "COMPRESSED": True, "WIDEN": True,
     }  # fmt: skip
@@ -401,9 +404,9 @@ def test_constants_follow_the_problem():
 
 def test_constants_are_in_the_order_of_the_signature():
     """A compiled kernel is launched with them by position."""
-    from lightning_indexer.backends.triton_portable.kernel import fp8_mqa_logits_kernel
+    from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel
 
-    names = list(constants(Problem(1, 1, 8, 32), SMALL, widen=False))
+    names = list(constants(MqaLogitsProblem(1, 1, 8, 32), SMALL, widen=False))
     assert fp8_mqa_logits_kernel.arg_names[-len(names) :] == names
 
 
@@ -417,5 +420,5 @@ def test_compiler_options():
 
 @pytest.mark.parametrize("arch", ["sm80", "sm86", "gfx90a"])
 def test_archs_without_fp8_widen(arch):
-    assert backend_module.Launch(Problem(1, 1, 8, 32), Arch.parse(arch), SMALL).widen
-    assert not backend_module.Launch(Problem(1, 1, 8, 32), Arch.parse("sm89"), SMALL).widen
+    assert backend_module.Launch(MqaLogitsProblem(1, 1, 8, 32), Arch.parse(arch), SMALL).widen
+    assert not backend_module.Launch(MqaLogitsProblem(1, 1, 8, 32), Arch.parse("sm89"), SMALL).widen

@@ -7,9 +7,10 @@ import torch
 from typer.testing import CliRunner
 
 from faulty import FaultyBackend, install, one_percent_high
-from lightning_indexer import Arch, Problem, dispatch
+from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.bench import sweep, tune
-from lightning_indexer.cli import app
+from lightning_indexer.cli.app import app
+from lightning_indexer.selection import registry as dispatch
 
 SMALL = ["bench", "--tune", "--device", "cpu", "--shapes", "16x64", "--heads", "8", "--head-dim", "32",
          "--windows", "causal", "--forms", "clean,compressed", "--budget-ms", "1"]  # fmt: skip
@@ -23,7 +24,7 @@ def plan(backend: str) -> sweep.Plan:
 @pytest.mark.parametrize("name", ARCH_OF)
 @pytest.mark.parametrize("shape", [(1, 1, 8, 32), (128, 32768, 64, 128), (4096, 32768, 32, 128)])
 def test_candidates_begin_with_what_prepare_uses_and_are_distinct(name, shape):
-    problem, arch = Problem(*shape), Arch.parse(ARCH_OF[name])
+    problem, arch = MqaLogitsProblem(*shape), Arch.parse(ARCH_OF[name])
     backend = dispatch.get(name)
     configs = [config for config, _ in backend.candidates(problem, arch)]
     assert len(configs) > 1

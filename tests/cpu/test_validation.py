@@ -7,10 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers import CPU, assert_matches, check_guarded, expected_for, expected_logits, same_bits
-from lightning_indexer import Arch, dispatch, fp8_mqa_logits
-from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer import Arch, fp8_mqa_logits
+from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.chunking import MAX_KEYS
-from lightning_indexer.problem import is_aligned, row_stride
+from lightning_indexer.problems.mqa_logits import is_aligned, row_stride
+from lightning_indexer.selection import registry as dispatch
 
 M, N, H, D = 6, 50, 4, 32
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz

@@ -11,13 +11,13 @@ import torch
 
 from faulty import FaultyBackend, honest, install, one_percent_high
 from helpers import CPU, bits, int32
-from lightning_indexer import Problem
-from lightning_indexer.bench import environment, verify
-from lightning_indexer.bench.cases import FORMS, WINDOWS, Case, make_windows, positions_in_windows
-from lightning_indexer.bench.guarded import GuardedOutput
-from lightning_indexer.bench.verify import Group, Outcome, compress, compressed_width
-from lightning_indexer.problem import Operands, row_stride
-from lightning_indexer.reference import window_mask
+from lightning_indexer import MqaLogitsProblem
+from lightning_indexer.bench import environment
+from lightning_indexer.check import verify
+from lightning_indexer.check.cases import FORMS, WINDOWS, Case, make_windows, positions_in_windows
+from lightning_indexer.check.guarded import GuardedOutput
+from lightning_indexer.check.verify import Group, Outcome, compress, compressed_width
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall, row_stride, window_mask
 
 FP32, BF16 = torch.float32, torch.bfloat16
 S_Q, S_K, HEADS, HEAD_DIM = 17, 113, 8, 32
@@ -39,7 +39,7 @@ def run_one(monkeypatch, fault, form="clean", window="causal", dtype=FP32, **siz
     return outcome
 
 
-def place_of_fault(problem: Problem, operands: Operands) -> tuple[int, int]:
+def place_of_fault(problem: MqaLogitsProblem, operands: MqaLogitsCall) -> tuple[int, int]:
     """Where a fault goes: row and column in the result of the last position that any window holds."""
     for row in range(problem.rows - 1, -1, -1):
         start, end = int(operands.ks[row]), int(operands.ke[row])

@@ -12,11 +12,11 @@ import torch
 import lightning_indexer
 import standins
 from helpers import CPU, assert_matches, expected_for
-from lightning_indexer import dispatch
-from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.integrations import vllm
 from lightning_indexer.integrations.notes import Notes
 from lightning_indexer.integrations.patching import IntegrationError
+from lightning_indexer.selection import registry as dispatch
 from standins import OriginalError
 
 ROWS, KEYS, HEADS, HEAD_DIM = 12, 77, 8, 32

@@ -16,7 +16,7 @@ import torch
 
 import standins
 from helpers import CPU, assert_matches, calc_diff, expected_for
-from lightning_indexer.bench.cases import make_inputs, make_windows
+from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.integrations import vllm as plugin
 from lightning_indexer.integrations.patching import IntegrationError
 

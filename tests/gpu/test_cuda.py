@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_indexer import Problem, arch_of, dispatch, fp8_mqa_logits, reference_logits
-from lightning_indexer.bench import verify
-from lightning_indexer.bench.cases import make_inputs, make_windows
-from lightning_indexer.bench.guarded import GuardedOutput
+from lightning_indexer import MqaLogitsProblem, arch_of, fp8_mqa_logits, reference_logits
+from lightning_indexer.check import verify
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.check.guarded import GuardedOutput
+from lightning_indexer.selection import registry as dispatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +27,7 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _gate(backend: str, problem: Problem, device: torch.device) -> None:
+def _gate(backend: str, problem: MqaLogitsProblem, device: torch.device) -> None:
     [verdict] = dispatch.explain(problem, arch_of(device), backend)
     if verdict.reason is not None:
         pytest.skip(verdict.reason)
@@ -40,7 +41,7 @@ def _call(shape, device, window="causal"):
 
 
 def _assert_equals_reference(logits: torch.Tensor, q, kv, weights, ks, ke) -> None:
-    expected = reference_logits(q, *kv, weights, ks, ke)
+    expected = reference_logits(q, kv, weights, ks, ke)
     inside = torch.isfinite(expected)
     assert torch.equal(torch.isneginf(logits), ~inside)
     assert verify.calc_diff(logits, expected, inside) < verify.MAX_DIFF[logits.dtype]
@@ -48,7 +49,7 @@ def _assert_equals_reference(logits: torch.Tensor, q, kv, weights, ks, ke) -> No
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_sweep(backend, device):
-    _gate(backend, Problem(64, 384, 64, 128), device)
+    _gate(backend, MqaLogitsProblem(64, 384, 64, 128), device)
     outcomes = list(verify.run(verify.sweep(full=False), [backend], device))
     assert [str(o.case) + ": " + o.detail for o in outcomes if o.status == "fail"] == []
     assert sum(o.status == "pass" for o in outcomes) > 400
@@ -57,7 +58,7 @@ def test_small_sweep(backend, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_graph_capture_replays_with_new_operands(backend, device):
     shape = (64, 1560, 32, 128)
-    _gate(backend, Problem(*shape), device)
+    _gate(backend, MqaLogitsProblem(*shape), device)
     q, (k, kv_scale), weights, ks, ke = _call(shape, device)
     out = torch.empty(shape[:2], device=device)
     stream = torch.cuda.Stream()
@@ -79,7 +80,7 @@ def test_graph_capture_replays_with_new_operands(backend, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_runs_on_the_current_stream(backend, device):
     shape = (32, 4096, 64, 128)
-    _gate(backend, Problem(*shape), device)
+    _gate(backend, MqaLogitsProblem(*shape), device)
     q, kv, weights, ks, ke = _call(shape, device, "multi_req")
     late = torch.empty_like(weights)
     fp8_mqa_logits(q, kv, late, ks, ke, backend=backend)  # compile first
@@ -96,7 +97,7 @@ def test_runs_on_the_current_stream(backend, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_results_past_2_to_31_elements(backend, device):
     shape = (8192, 262272, 32, 32)
-    _gate(backend, Problem(*shape), device)
+    _gate(backend, MqaLogitsProblem(*shape), device)
     if torch.cuda.mem_get_info(device)[0] < 30 * 2**30:
         pytest.skip("needs 30 GiB of GPU memory")
     q, kv, weights, ks, ke = _call(shape, device)
@@ -109,7 +110,7 @@ def test_results_past_2_to_31_elements(backend, device):
 def test_extreme_starts_of_compressed_logits(backend, device):
     """A row at INT32_MIN beside ordinary ones: column offsets between rows of a block pass 32 bits."""
     shape = (16, 512, 32, 128)
-    _gate(backend, Problem(*shape, clean_logits=False, max_seqlen_k=512), device)
+    _gate(backend, MqaLogitsProblem(*shape, clean_logits=False, max_seqlen_k=512), device)
     q, kv, weights, ks, ke = _call(shape, device)
     ks[3], ks[7], ke[7], ks[9], ke[11] = -(2**31), 17, 2**31 - 1, 2**31 - 1, -(2**31)
     output = GuardedOutput(16, 512, torch.float32, device)
@@ -117,7 +118,7 @@ def test_extreme_starts_of_compressed_logits(backend, device):
         q, kv, weights, ks, ke, clean_logits=False, max_seqlen_k=512, out=output.view, backend=backend
     )  # fmt: skip
     assert output.intact()
-    expected = reference_logits(q, *kv, weights, ks, ke)
+    expected = reference_logits(q, kv, weights, ks, ke)
     inside = verify.compress(torch.isfinite(expected), ks, 512)
     expected = verify.compress(expected.masked_fill(~torch.isfinite(expected), 0.0), ks, 512)
     assert verify.calc_diff(output.view, expected, inside) < verify.MAX_DIFF[torch.float32]
@@ -128,7 +129,7 @@ def test_extreme_starts_of_compressed_logits(backend, device):
 def test_operands_that_are_views(backend, heads, device):
     """Rows of q apart, heads of a row apart, odd strides of the weights, windows that start at any address."""
     rows, keys = 61, 700
-    _gate(backend, Problem(rows, keys, heads, 128), device)
+    _gate(backend, MqaLogitsProblem(rows, keys, heads, 128), device)
     q, (k, kv_scale), weights, ks, ke = _call((rows, keys, heads, 128), device, "misaligned")
 
     def inside(tensor: torch.Tensor, shape: tuple[int, ...], start: int) -> torch.Tensor:
@@ -154,7 +155,7 @@ def test_operands_that_are_views(backend, heads, device):
 @pytest.mark.parametrize("window", ["causal", "multi_req", "empty"])
 def test_more_row_blocks_than_the_schedule_prices_one_by_one(backend, window, device):
     shape = (9001, 9100, 128, 32)  # cuda-sm90: 4501 row blocks, 2048 prices
-    _gate(backend, Problem(*shape), device)
+    _gate(backend, MqaLogitsProblem(*shape), device)
     call = _call(shape, device, window)
     _assert_equals_reference(fp8_mqa_logits(*call, backend=backend), *call)
 
@@ -162,7 +163,7 @@ def test_more_row_blocks_than_the_schedule_prices_one_by_one(backend, window, de
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_zeros_are_positive(backend, device):
     shape = (8, 300, 32, 64)
-    _gate(backend, Problem(*shape), device)
+    _gate(backend, MqaLogitsProblem(*shape), device)
     q, (k, kv_scale), weights, ks, ke = _call(shape, device)
     for scale in (kv_scale, -kv_scale):
         logits = fp8_mqa_logits(torch.zeros_like(q), (k, scale), -weights.abs(), ks, ke, backend=backend)

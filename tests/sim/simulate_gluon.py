@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from lightning_indexer import Arch, Problem, calc_diff, dispatch, fp8_mqa_logits, reference_logits
-from lightning_indexer.backends.gluon_gfx950.backend import Launch
+from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, fp8_mqa_logits, reference_logits
+from lightning_indexer.amd import simulation
+from lightning_indexer.amd.simulated import SimLauncher
 from lightning_indexer.backends.gluon_gfx950.config import heuristic, many_rows
-from lightning_indexer.bench.cases import make_inputs, make_windows
-from lightning_indexer.launcher import simulation
-from lightning_indexer.launcher.simulator import SimLauncher
-from lightning_indexer.problem import Operands
+from lightning_indexer.backends.gluon_gfx950.mqa_logits import Launch
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall
+from lightning_indexer.selection import registry as dispatch
 from lightning_indexer.sim import Options, SimulationFault, listing
 
 CPU, ARCH = torch.device("cpu"), Arch.parse("gfx950")
@@ -43,10 +44,10 @@ def many_rows_of_narrow_windows() -> dict[str, Any]:
     ke = torch.where(row % 64 < 6, ks + row % 11, ks - 3).to(torch.int32)
     with simulation("gfx950", Options(order="shuffled", seed=3)):
         logits = fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
-    expected = reference_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+    expected = reference_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
     inside = expected.isfinite()
     return {
-        "backend": dispatch.select(Problem(rows, keys, 64, 128), ARCH).name,
+        "backend": dispatch.select(MqaLogitsProblem(rows, keys, 64, 128), ARCH).name,
         "kernels": kernels,
         "mask": torch.equal(logits == float("-inf"), ~inside),
         "diff": calc_diff(logits[inside], expected[inside]),
@@ -64,15 +65,15 @@ def windows() -> dict[str, Any]:
     for outside in (slice(0, first), slice(last, keys)):
         k.view(torch.uint8)[outside] = 0x7F
         scale[outside] = float("nan")
-    expected = reference_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+    expected = reference_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
     inside = expected.isfinite()
-    problem = Problem(rows, keys, 64, 128)
+    problem = MqaLogitsProblem(rows, keys, 64, 128)
     config = dataclasses.replace(many_rows(problem, ARCH), chunk=512)
 
     def call(options: Options, k: torch.Tensor = k, wide: bool = False) -> torch.Tensor:
         out = torch.full((rows, keys + 21), 5.0)
         with simulation("gfx950", options):
-            operands = Operands(inputs.q_fp8, k, scale, inputs.weights, ks, ke)
+            operands = MqaLogitsCall(inputs.q_fp8, k, scale, inputs.weights, ks, ke)
             Launch(problem, ARCH, config, wide=wide)(operands, out[:, :keys])
         return out
 
@@ -109,12 +110,12 @@ def reach() -> dict[str, Any]:
     q = torch.empty(heads * stride, dtype=torch.uint8).view(inputs.q_fp8.dtype)
     q = q.as_strided((rows, heads, head_dim), (head_dim, stride, 1))
     q.copy_(inputs.q_fp8)
-    problem = Problem(rows, keys, heads, head_dim)
+    problem = MqaLogitsProblem(rows, keys, heads, head_dim)
     results = []
     for of in (inputs.q_fp8, q):
         out = torch.empty(rows, keys)
         with simulation("gfx950"):
-            operands = Operands(of, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+            operands = MqaLogitsCall(of, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
             Launch(problem, ARCH, heuristic(problem, ARCH))(operands, out)
         results.append(out.view(torch.int32))
 
@@ -124,11 +125,11 @@ def reach() -> dict[str, Any]:
     expected = reference_logits(
         inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, torch.zeros_like(ks), ke
     )  # fmt: skip
-    problem = Problem(rows, keys, 64, 128, clean_logits=False, max_seqlen_k=before + keys)
+    problem = MqaLogitsProblem(rows, keys, 64, 128, clean_logits=False, max_seqlen_k=before + keys)
     out = torch.empty(rows, before + keys)
     out[:, before:] = 7.0
     with simulation("gfx950"):
-        operands = Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+        operands = MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
         Launch(problem, ARCH, heuristic(problem, ARCH))(operands, out)
     return {
         "heads": torch.equal(*results),
@@ -141,7 +142,7 @@ def faults() -> dict[str, Any]:
     rows, keys = 8, 700
     inputs = make_inputs(rows, keys, 64, 128, CPU)
     ks, ke = make_windows("causal", rows, keys, CPU)
-    problem = Problem(rows, keys, 64, 128)
+    problem = MqaLogitsProblem(rows, keys, 64, 128)
     launch = Launch(problem, ARCH, dataclasses.replace(many_rows(problem, ARCH), chunk=1024))
     k, scale, weights, out = inputs.k_fp8, inputs.kv_scale, inputs.weights, torch.empty(rows, 704)
 
@@ -151,13 +152,13 @@ def faults() -> dict[str, Any]:
     ) -> str:  # fmt: skip
         with simulation("gfx950", options):
             try:
-                launch(Operands(inputs.q_fp8, k, scale, weights, ks, ke), out)
+                launch(MqaLogitsCall(inputs.q_fp8, k, scale, weights, ks, ke), out)
             except SimulationFault as found:
                 return str(found)
         return "no fault"
 
     shuffled = Options(order="shuffled", seed=2)
-    built = launch.build(launch.arguments(Operands(inputs.q_fp8, k, scale, weights, ks, ke), out[:, :keys]))
+    built = launch.build(launch.arguments(MqaLogitsCall(inputs.q_fp8, k, scale, weights, ks, ke), out[:, :keys]))
     lines = list(listing(built.code_object, built.kernel))
     # The other one is behind the loop.
     barrier = next(index for index, (_, _, text) in enumerate(lines) if text.startswith("s_barrier"))
@@ -174,20 +175,20 @@ def faults() -> dict[str, Any]:
 
 def counts() -> dict[str, Any]:
     """Instructions per row and key of whole tiles, in parts of ``triton-portable``'s; what 1024 keys more cost."""
-    from lightning_indexer.backends.triton_portable import backend as triton
+    from lightning_indexer.backends.triton_portable import mqa_logits as triton
     from lightning_indexer.backends.triton_portable.config import heuristic as triton_heuristic
 
-    def report(launch: Callable[[Problem], Any], rows: int, keys: int, heads: int, head_dim: int) -> Any:
+    def report(launch: Callable[[MqaLogitsProblem], Any], rows: int, keys: int, heads: int, head_dim: int) -> Any:
         inputs = make_inputs(rows, keys, heads, head_dim, CPU)
         ks, ke = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32)
         with simulation("gfx950") as launcher:
-            operands = Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
-            launch(Problem(rows, keys, heads, head_dim))(operands, torch.empty(rows, keys))
+            operands = MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+            launch(MqaLogitsProblem(rows, keys, heads, head_dim))(operands, torch.empty(rows, keys))
         return launcher.reports[0]
 
     found = {}
     for heads, head_dim in ((64, 128), (32, 128), (128, 64), (8, 32)):
-        facts = Problem(4096, 32768, heads, head_dim)
+        facts = MqaLogitsProblem(4096, 32768, heads, head_dim)
         config = dataclasses.replace(heuristic(facts, ARCH), chunk=8192)
         other = dataclasses.replace(triton_heuristic(facts, ARCH), chunk=8192)
         ours, theirs = (

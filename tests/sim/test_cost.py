@@ -12,11 +12,14 @@ from typer.testing import CliRunner
 pytest.importorskip("tinygrad")
 pytest.importorskip("ziglang")
 
-from lightning_indexer import cli, cli_common, dispatch, envs
+from lightning_indexer import envs
 from lightning_indexer.arch import Arch
-from lightning_indexer.bench import rates
-from lightning_indexer.bench.cost import Model
-from lightning_indexer.problem import Problem
+from lightning_indexer.cli import app as cli
+from lightning_indexer.cli import common as cli_common
+from lightning_indexer.model import rates
+from lightning_indexer.model.cost import Model
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.selection import registry as dispatch
 
 GFX950 = Arch.parse("gfx950")
 
@@ -38,8 +41,8 @@ def cost_in_own_process(*arguments: str, published: str = "PUBLISHED") -> str:
     """The same for kernels of Triton, which in this process are Triton's interpreter's."""
     code = (
         "import sys\n"
-        "from lightning_indexer import cli, cli_common\n"
-        "from lightning_indexer.bench import rates\n"
+        "from lightning_indexer.cli import app as cli, common as cli_common\n"
+        "from lightning_indexer.model import rates\n"
         f"rates.PUBLISHED = rates.{published}\n"
         "cli_common.out._width = 250\n"
         "cli.app(['cost', *sys.argv[1:]])\n"
@@ -107,7 +110,7 @@ def test_what_cannot_be_predicted(cost):
 
 def test_a_partial_workgroup_is_not_taken_for_a_whole_one():
     """With rows in reverse the first workgroup is the last, partial one: fewer stores for as many products."""
-    problems = [Problem(1026, 4096, 32, 128), Problem(1024, 4096, 32, 128)]
+    problems = [MqaLogitsProblem(1026, 4096, 32, 128), MqaLogitsProblem(1024, 4096, 32, 128)]
     for problem in problems:
         model = Model(dispatch.get("hip-gfx950"), [problem], GFX950, rates.MI355X)
         [kernel] = model.kernels

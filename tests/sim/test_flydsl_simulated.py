@@ -16,12 +16,12 @@ from semantics import mnemonics
 from test_semantics_coverage import TESTED
 
 from helpers import CPU, check_guarded, expected_for, expected_logits, int32, same_bits
-from lightning_indexer import Arch, Problem, fp8_mqa_logits
-from lightning_indexer.backends.flydsl_cdna.backend import MAX_KEY_STRIDE, Launch
+from lightning_indexer import Arch, MqaLogitsProblem, fp8_mqa_logits
+from lightning_indexer.amd import simulation
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic
-from lightning_indexer.bench.cases import Inputs, make_inputs, make_windows
-from lightning_indexer.launcher import simulation
-from lightning_indexer.problem import Operands
+from lightning_indexer.backends.flydsl_cdna.mqa_logits import MAX_KEY_STRIDE, Launch
+from lightning_indexer.check.cases import Inputs, make_inputs, make_windows
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall
 from lightning_indexer.sim import Options, SimulationFault, listing
 
 pytestmark = [
@@ -50,12 +50,12 @@ def native_inputs(arch: str, rows: int, keys: int, heads: int, head_dim: int) ->
 
 
 def launch(arch: str, rows: int, keys: int, heads: int, head_dim: int, config: FlyConfig | None = None, **facts):
-    problem = Problem(rows, keys, heads, head_dim, NATIVE[arch], NATIVE[arch], **facts)
+    problem = MqaLogitsProblem(rows, keys, heads, head_dim, NATIVE[arch], NATIVE[arch], **facts)
     return Launch(problem, Arch.parse(arch), config or heuristic(problem, Arch.parse(arch)))
 
 
-def operands(inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor) -> Operands:
-    return Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+def operands(inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor) -> MqaLogitsCall:
+    return MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -186,7 +186,7 @@ def test_rows_further_apart_than_32_bits(arch):
     weights.copy_(small.weights)
     run = launch(arch, rows, keys, heads, head_dim)
     with simulation(arch):
-        run(Operands(q, k, small.kv_scale, weights, ks, ke), out)
+        run(MqaLogitsCall(q, k, small.kv_scale, weights, ks, ke), out)
         plain = torch.empty(rows, keys)
         run(operands(small, ks, ke), plain)
     assert same_bits(out, plain)
@@ -247,8 +247,8 @@ def test_the_public_call_converts_fn_operands_on_gfx942():
 TRITON = """
 import json, torch
 from lightning_indexer import fp8_mqa_logits
-from lightning_indexer.bench.cases import make_inputs
-from lightning_indexer.launcher import simulation
+from lightning_indexer.check.cases import make_inputs
+from lightning_indexer.amd import simulation
 
 inputs = make_inputs(4, 512, 32, 64, torch.device("cpu"))
 windows = torch.zeros(4, dtype=torch.int32), torch.full((4,), 512, dtype=torch.int32)

@@ -11,8 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
+from lightning_indexer.amd.clang import compile_hip  # noqa: E402
 from lightning_indexer.sim import Memory, Options, Simulator  # noqa: E402
-from lightning_indexer.toolchain.amdgpu_clang import compile_hip  # noqa: E402
 
 # out[n] = sum over h of w[h] * max(0, sum over d of k[n, d] q[h, d]): 32 heads, 128 channels, E8M0 scales for 32 each.
 SOURCE = """
@@ -88,7 +88,7 @@ void logits(float* out, const unsigned char* q, const unsigned char* k, const un
 @pytest.mark.parametrize("order", ["forward", "shuffled"])
 def test_logits(tmp_path, monkeypatch, order):
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path / "cache"))
-    source = tmp_path / "kernel.hip"
+    source = tmp_path / "mqa_logits.hip"
     source.write_text(SOURCE)
     built = compile_hip(source, "gfx950", {}, ("-fno-honor-nans",))
     random, keys = np.random.default_rng(5), 160

@@ -12,15 +12,15 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder,
 
 
 from helpers import CPU, check_guarded, expected_for, same_bits  # noqa: E402
-from lightning_indexer import Arch, Problem, calc_diff, fp8_mqa_logits  # noqa: E402
-from lightning_indexer.backends.hip_gfx950.backend import HipGfx950, launch  # noqa: E402
+from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, fp8_mqa_logits  # noqa: E402
+from lightning_indexer.amd import simulation  # noqa: E402
 from lightning_indexer.backends.hip_gfx950.config import Tunables  # noqa: E402
-from lightning_indexer.bench.cases import Inputs, make_inputs, make_windows  # noqa: E402
-from lightning_indexer.bench.cost import Model  # noqa: E402
-from lightning_indexer.bench.rates import MI355X  # noqa: E402
-from lightning_indexer.bench.simulated import SimulatedCase, run_case, sweep  # noqa: E402
-from lightning_indexer.launcher import simulation  # noqa: E402
-from lightning_indexer.problem import Operands  # noqa: E402
+from lightning_indexer.backends.hip_gfx950.mqa_logits import HipGfx950, launch  # noqa: E402
+from lightning_indexer.check.cases import Inputs, make_inputs, make_windows  # noqa: E402
+from lightning_indexer.check.simulated import SimulatedCase, run_case, sweep  # noqa: E402
+from lightning_indexer.model.cost import Model  # noqa: E402
+from lightning_indexer.model.rates import MI355X  # noqa: E402
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall  # noqa: E402
 from lightning_indexer.sim import Options, Report  # noqa: E402
 
 GFX950 = Arch.parse("gfx950")
@@ -28,8 +28,8 @@ STREAM, LDS = Tunables(strategy="stream"), Tunables(strategy="lds")
 BOTH = pytest.mark.parametrize("tunables", [STREAM, LDS], ids=["stream", "lds"])
 
 
-def operands(inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor) -> Operands:
-    return Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+def operands(inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor) -> MqaLogitsCall:
+    return MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
 
 
 def simulate(
@@ -44,7 +44,7 @@ def simulate(
     """Checked against the reference, in a guarded and poisoned buffer. Windows: by default every key."""
     inputs = make_inputs(rows, keys, 32, 128, CPU)
     ks, ke = windows or (torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32))
-    problem = Problem(rows, keys, 32, 128, clean_logits=clean)
+    problem = MqaLogitsProblem(rows, keys, 32, 128, clean_logits=clean)
     with simulation("gfx950", options or Options(order="shuffled", seed=3)) as launcher:
         logits = check_guarded(
             lambda out: launch(problem, operands(inputs, ks, ke), out, GFX950, tunables),
@@ -83,7 +83,7 @@ def test_64_heads():
     rows, keys = 3, 70
     inputs = make_inputs(rows, keys, 64, 128, CPU)
     ks, ke = make_windows("misaligned", rows, keys, CPU)
-    problem = Problem(rows, keys, 64, 128)
+    problem = MqaLogitsProblem(rows, keys, 64, 128)
     with simulation("gfx950", Options(order="shuffled", seed=2)):
         for tunables in (STREAM, LDS):
             check_guarded(
@@ -103,7 +103,7 @@ def test_the_head_sum_on_the_matrix_unit(strategy, heads):
     inputs.weights[5] = float("inf")
     out = torch.empty(rows, keys)
     with simulation("gfx950", Options(order="shuffled", seed=2)):
-        launch(Problem(rows, keys, heads, 128), operands(inputs, ks, ke), out, GFX950, tunables)
+        launch(MqaLogitsProblem(rows, keys, heads, 128), operands(inputs, ks, ke), out, GFX950, tunables)
     expected = expected_for(inputs, ks, ke)
     sound = [0, 1, 3, 4, 6]
     inside = expected[sound] != float("-inf")
@@ -230,7 +230,7 @@ def test_keys_outside_the_windows_may_hold_anything(tunables):
     inputs.k_fp8.view(torch.uint8)[150:] = 0xFF
     inputs.kv_scale[:40] = float("nan")
     inputs.kv_scale[150:] = float("inf")
-    problem = Problem(rows, keys, 32, 128)
+    problem = MqaLogitsProblem(rows, keys, 32, 128)
     with simulation("gfx950"):
         check_guarded(
             lambda out: launch(problem, operands(inputs, ks, ke), out, GFX950, tunables),
@@ -249,7 +249,7 @@ def test_nan_codes_stay_in_their_row_and_column(relu):
     out = torch.empty(rows, keys)
     with simulation("gfx950"):
         tunables = Tunables(strategy="stream", relu=relu)
-        launch(Problem(rows, keys, 32, 128), operands(inputs, ks, ke), out, GFX950, tunables)
+        launch(MqaLogitsProblem(rows, keys, 32, 128), operands(inputs, ks, ke), out, GFX950, tunables)
     # relu(NaN) is 0: column 50 is +0.0, row 2 lacks a head.
     assert same_bits(out[:, 50], torch.zeros(rows))
     others = [n for n in range(keys) if n != 50]
@@ -268,7 +268,7 @@ def test_no_negative_zero():
     for tunables in (STREAM, LDS, Tunables(strategy="stream", relu="max")):
         out = torch.empty(rows, keys)
         with simulation("gfx950"):
-            launch(Problem(rows, keys, 32, 128), operands(inputs, ks, ke), out, GFX950, tunables)
+            launch(MqaLogitsProblem(rows, keys, 32, 128), operands(inputs, ks, ke), out, GFX950, tunables)
         assert same_bits(out, torch.zeros(rows, keys))
 
 
@@ -287,8 +287,8 @@ def test_strided_operands_and_rows_of_the_result_past_two_gib(tunables):
     stride = 2**29 + 33  # 2 GiB and more between two rows; only the pages that are written exist
     out = torch.empty(2 * stride + keys).as_strided((rows, keys), (stride, 1))
     with simulation("gfx950"):
-        given = Operands(q, k, inputs.kv_scale, weights, ks, ke)
-        launch(Problem(rows, keys, 32, 128), given, out, GFX950, tunables)
+        given = MqaLogitsCall(q, k, inputs.kv_scale, weights, ks, ke)
+        launch(MqaLogitsProblem(rows, keys, 32, 128), given, out, GFX950, tunables)
     torch.testing.assert_close(out.clone(), expected, atol=1e-3, rtol=1e-5)
 
 
@@ -303,7 +303,7 @@ def test_strides_out_of_reach_go_through_a_copy(tunables):
     out = torch.empty(3 << 30).as_strided((rows, keys), (2**30, 1))
     near = torch.empty(rows, keys)
     for clean in (True, False):
-        problem = Problem(rows, keys, 32, 128, clean_logits=clean)
+        problem = MqaLogitsProblem(rows, keys, 32, 128, clean_logits=clean)
         given = operands(inputs, ks, ke)
         out.fill_(5.0)
         near.fill_(5.0)
@@ -318,7 +318,7 @@ def test_the_stride_of_a_single_row_says_nothing():
     ks, ke = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     k, out = inputs.k_fp8.as_strided((1, 128), (2**33, 1)), torch.empty(1, 1).as_strided((1, 1), (2**33, 1))
     with simulation("gfx950"):
-        launch(Problem(1, 1, 32, 128), operands(inputs, ks, ke)._replace(k=k), out, GFX950, STREAM)
+        launch(MqaLogitsProblem(1, 1, 32, 128), operands(inputs, ks, ke)._replace(k=k), out, GFX950, STREAM)
     torch.testing.assert_close(out, expected_for(inputs, ks, ke), atol=1e-3, rtol=1e-5)
 
 
@@ -326,9 +326,9 @@ def test_a_problem_that_the_gate_refuses_does_not_run():
     inputs = make_inputs(2, 8, 32, 128, CPU)
     given = operands(inputs, *make_windows("causal", 2, 8, CPU))
     for problem, reason in (
-        (Problem(2, 8, 32, 128, out_dtype=torch.bfloat16), "writes float32 logits"),
-        (Problem(2, 8, 32, 128, clean_logits=False, max_seqlen_k=8), "compressed logits are not built"),
-        (Problem(2, 8, 32, 64), "D=64 is not one of 128"),
+        (MqaLogitsProblem(2, 8, 32, 128, out_dtype=torch.bfloat16), "writes float32 logits"),
+        (MqaLogitsProblem(2, 8, 32, 128, clean_logits=False, max_seqlen_k=8), "compressed logits are not built"),
+        (MqaLogitsProblem(2, 8, 32, 64), "D=64 is not one of 128"),
     ):
         with pytest.raises(ValueError, match=f"hip-gfx950: .*{reason}"):
             launch(problem, given, torch.empty(2, 8), GFX950, Tunables())
@@ -338,7 +338,7 @@ def test_a_problem_that_the_gate_refuses_does_not_run():
 
 
 def test_a_tile_costs_less_through_lds_where_keys_are_few():
-    problem = Problem(8192, 8192, 32, 128)
+    problem = MqaLogitsProblem(8192, 8192, 32, 128)
     found = {}
     for tunables in (STREAM, LDS):
         model = Model(HipGfx950(tunables), [problem], GFX950, MI355X)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_indexer.launcher import launcher_for, simulation
+from lightning_indexer.amd import launcher_for, simulation
+from lightning_indexer.amd.clang import compile_hip
 from lightning_indexer.sim import Options, SimulationFault
-from lightning_indexer.toolchain.amdgpu_clang import compile_hip
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
@@ -27,21 +27,21 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 LEAVE_OUT = """
 import json, sys
 import torch
-from lightning_indexer import Arch, Problem
-from lightning_indexer.backends.triton_portable.backend import Launch
+from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.backends.triton_portable.mqa_logits import Launch
 from lightning_indexer.backends.triton_portable.config import heuristic
-from lightning_indexer.bench.cases import make_inputs, make_windows
-from lightning_indexer.launcher import simulation
-from lightning_indexer.problem import Operands
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.amd import simulation
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall
 from lightning_indexer.sim import Options, SimulationFault, listing
 
 arch, heads = Arch.parse(sys.argv[1]), int(sys.argv[2])
 rows, keys, head_dim = 2, 300, 128
 inputs = make_inputs(rows, keys, heads, head_dim, torch.device("cpu"))
-problem = Problem(rows, keys, heads, head_dim)
+problem = MqaLogitsProblem(rows, keys, heads, head_dim)
 launch = Launch(problem, arch, heuristic(problem, arch))
 ks, ke = (torch.tensor(ends, dtype=torch.int32) for ends in ((0, 5), (300, 131)))
-operands = Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+operands = MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
 
 
 def run(drop=frozenset(), order="forward", seed=0):
@@ -99,7 +99,7 @@ extern "C" __attribute__((global, amdgpu_flat_work_group_size(64, 64))) void ker
 def test_row_offsets_in_32_bits(arch, tmp_path, monkeypatch):
     """Row 2 of rows 1.2 GB apart: its offset passes 2^31, and in 32 bits lies before the buffer."""
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path / "cache"))
-    source = Path(tmp_path, "kernel.hip")
+    source = Path(tmp_path, "mqa_logits.hip")
     source.write_text(OFFSETS)
     stride = 1_200_000_000
     out = torch.empty(2 * stride + 1, dtype=torch.uint8)  # address space; three pages of it are touched

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_indexer.launcher import launcher_for, simulation
+from lightning_indexer.amd import launcher_for, simulation
+from lightning_indexer.amd.built import Built
+from lightning_indexer.amd.clang import compile_hip
 from lightning_indexer.sim import Options, SimulationFault
-from lightning_indexer.toolchain.amdgpu_clang import compile_hip
-from lightning_indexer.toolchain.built import Built
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
@@ -50,7 +50,7 @@ KERNEL kernel(char* out, const char* x, i64 out_offset, i64 x_offset) {
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path / "cache"))
-    source = Path(tmp_path, "kernel.hip")
+    source = Path(tmp_path, "mqa_logits.hip")
     source.write_text(SOURCE)
 
     def build(which: int, arch: str, block: int = 64) -> Built:

@@ -10,8 +10,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
+from lightning_indexer.amd.clang import assemble  # noqa: E402
 from lightning_indexer.sim import Memory, Options, SimulationFault, Simulator, UnknownOpcode, listing  # noqa: E402
-from lightning_indexer.toolchain.amdgpu_clang import assemble  # noqa: E402
 
 ARCHS = ("gfx942", "gfx950")
 ORDERS = ("forward", "reversed", "shuffled")

@@ -44,18 +44,19 @@ def test_verify(arch):
 CALLS = """
 import json
 import torch
-from lightning_indexer import Arch, Problem, fp8_mqa_logits, reference_logits
-from lightning_indexer.backends.triton_portable.backend import Launch
+from lightning_indexer import Arch, MqaLogitsProblem, fp8_mqa_logits, reference_logits
+from lightning_indexer.backends.triton_portable.mqa_logits import Launch
 from lightning_indexer.backends.triton_portable.config import heuristic
-from lightning_indexer.bench.cases import make_inputs, make_windows
-from lightning_indexer.launcher import simulation, simulator
-from lightning_indexer.problem import Operands
+from lightning_indexer.check.cases import make_inputs, make_windows
+from lightning_indexer.amd import simulation
+from lightning_indexer.amd import simulated as simulator
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall
 from lightning_indexer.sim import Options, SimulationFault
 
 rows, keys, heads, head_dim = 3, 300, 32, 64
 inputs = make_inputs(rows, keys, heads, head_dim, torch.device("cpu"))
 ks, ke = make_windows("causal", rows, keys, torch.device("cpu"))
-expected = reference_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+expected = reference_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
 
 
 def close(logits):
@@ -89,7 +90,7 @@ with simulation("gfx950") as launcher:
     found["its launches"] = len(launcher.reports)
 
 # Operands shorter than the kernel is told. These tensors end where others of their storage begin.
-arch, problem = Arch.parse("gfx950"), Problem(rows, keys, heads, head_dim)
+arch, problem = Arch.parse("gfx950"), MqaLogitsProblem(rows, keys, heads, head_dim)
 launch = Launch(problem, arch, heuristic(problem, arch))
 k, scale, weights = inputs.k_fp8, inputs.kv_scale, inputs.weights
 out = torch.empty(rows, 320)
@@ -102,7 +103,7 @@ faults = {
 for name, (k, scale, weights, out) in faults.items():
     with simulation("gfx950", Options(order="shuffled", seed=2)):
         try:
-            launch(Operands(inputs.q_fp8, k, scale, weights, ks, ke), out)
+            launch(MqaLogitsCall(inputs.q_fp8, k, scale, weights, ks, ke), out)
             found[name] = "no fault"
         except SimulationFault as fault:
             found[name] = str(fault)

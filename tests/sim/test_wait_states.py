@@ -11,7 +11,10 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder,
 pytest.importorskip("tinygrad")
 pytest.importorskip("ziglang")
 
-from lightning_indexer import Arch, Problem, dispatch  # noqa: E402
+from lightning_indexer import Arch, MqaLogitsProblem  # noqa: E402
+from lightning_indexer.amd import clang as amdgpu_clang  # noqa: E402
+from lightning_indexer.amd.repair import repair  # noqa: E402
+from lightning_indexer.selection import registry as dispatch  # noqa: E402
 from lightning_indexer.sim import (  # noqa: E402
     Hazard,
     Memory,
@@ -22,8 +25,6 @@ from lightning_indexer.sim import (  # noqa: E402
     waitstates,
 )
 from lightning_indexer.sim.program import Program  # noqa: E402
-from lightning_indexer.toolchain import amdgpu_clang  # noqa: E402
-from lightning_indexer.toolchain.repair import repair  # noqa: E402
 
 KERNEL = """
 .text
@@ -332,7 +333,7 @@ extern "C" __attribute__((global)) void kernel(const {a}* a, float* o) {{
     ],
 )  # fmt: skip
 def test_the_numbers_are_the_compilers(tmp_path, arch, count, ints, a, name, more):
-    source = tmp_path / "kernel.hip"
+    source = tmp_path / "mqa_logits.hip"
     source.write_text(SOURCE.format(count=count, ints=ints, a=a, name=name, more=more))
     built = amdgpu_clang.compile_hip(source, arch, {})
     nodes = waitstates.reachable(Program(built.code_object, built.kernel, Options()))
@@ -356,7 +357,7 @@ def test_the_numbers_are_the_compilers(tmp_path, arch, count, ints, a, name, mor
     ],
 )
 def test_shipped_kernels_have_what_they_need_and_little_more(arch, backend, shape):
-    built = dispatch.get(backend).build(Problem(*shape), Arch.parse(arch))
+    built = dispatch.get(backend).build(MqaLogitsProblem(*shape), Arch.parse(arch))
     nodes = waitstates.reachable(Program(built.code_object, built.kernel, Options()))
     assert list(waitstates.of_nodes(arch, nodes)) == []
     order = sorted(nodes)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 
 
-def unsupported_shape(problem: Problem, heads: tuple[int, ...], head_dims: tuple[int, ...]) -> str | None:
+def unsupported_shape(problem: MqaLogitsProblem, heads: tuple[int, ...], head_dims: tuple[int, ...]) -> str | None:
     """None, or the sentence that says which of H and D a kernel is not built for."""
     if problem.heads not in heads:
         return f"H={problem.heads} is not one of {', '.join(map(str, heads))}"

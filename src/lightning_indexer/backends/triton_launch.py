@@ -7,23 +7,28 @@ import contextlib
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Operands, Problem, row_stride
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem, row_stride
 
 
-def operands_like(problem: Problem, arch: Arch) -> tuple[Operands, torch.Tensor]:
-    """Operands and a result without memory, contiguous, in the dialect that the arch reads."""
+def within_2gib(tensor: torch.Tensor) -> bool:
+    """What Triton's AMD backend asks of a pointer: buffer instructions reach the whole of its storage."""
+    return tensor.untyped_storage().size() < 2**31
+
+
+def call_like(problem: MqaLogitsProblem, arch: Arch) -> MqaLogitsCall:
+    """A call whose operands and result have no memory, contiguous, in the dialect that the arch reads."""
     fp8 = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     rows, keys, heads, head_dim = problem.rows, problem.keys, problem.heads, problem.head_dim
-    operands = Operands(
-        empty(rows, heads, head_dim, dtype=fp8), empty(keys, head_dim, dtype=fp8), empty(keys), empty(rows, heads),
-        empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32),
-    )  # fmt: skip
     out = empty(rows, row_stride(problem.width, problem.out_dtype), dtype=problem.out_dtype)
-    return operands, out[:, : problem.width]
+    return MqaLogitsCall(
+        empty(rows, heads, head_dim, dtype=fp8), empty(keys, head_dim, dtype=fp8), empty(keys), empty(rows, heads),
+        empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32), problem.clean_logits, problem.max_seqlen_k,
+        problem.out_dtype, out[:, : problem.width],
+    )  # fmt: skip
 
 
 def device_guard(device: torch.device) -> contextlib.AbstractContextManager[object]:

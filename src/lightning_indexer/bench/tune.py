@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_indexer import dispatch
-from lightning_indexer.api import allocate
 from lightning_indexer.arch import arch_of
-from lightning_indexer.bench.cases import Case, make_inputs, make_windows
 from lightning_indexer.bench.environment import no_room
 from lightning_indexer.bench.sweep import Plan, RefCheck
 from lightning_indexer.bench.timing import measure
-from lightning_indexer.bench.verify import compressed_width
-from lightning_indexer.problem import Operands
+from lightning_indexer.check.cases import Case, make_inputs, make_windows
+from lightning_indexer.check.verify import compressed_width
+from lightning_indexer.problems.mqa_logits import allocate
+from lightning_indexer.selection import registry as dispatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,9 @@ def run(plan: Plan, device: torch.device) -> Iterator[Trial]:
         room = no_room(3 * 4 * case.s_q * case.s_k, device)
         inputs = None
         for name in plan.backends:
-            backend = dispatch.get(name)
+            backend, kernel = dispatch.get(name), dispatch.kernel(name)
             problem = case.problem(case.s_k if case.form == "compressed" else 0)
-            reason = room or backend.supports(problem, arch) or backend.missing()
+            reason = room or kernel.supports(problem, arch) or backend.missing()
             if reason is not None:
                 yield Trial(case, name, "", True, note=reason)
                 continue
@@ -51,17 +50,18 @@ def run(plan: Plan, device: torch.device) -> Iterator[Trial]:
             ks, ke = make_windows(case.window, case.s_q, case.s_k, device)
             width = compressed_width(ks, ke, case.s_k) if case.form == "compressed" else 0
             problem = case.problem(width)
-            operands = Operands(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
-            out = allocate(case.s_q, problem.width, case.out_dtype, device)
+            out = allocate(problem, device)
+            call = case.call(inputs, ks, ke, width, out)
             check = RefCheck(case, inputs, ks, ke, width)
-            for index, (config, call) in enumerate(backend.candidates(problem, arch)):
+            for index, config in enumerate(kernel.neighbours(problem, arch)):
+                run = kernel.launch(problem, arch, config)
                 out.fill_(float("nan"))
-                call(operands, out)
+                run(call)
                 _, fault = check(out)
                 if fault is not None:
                     yield Trial(case, name, str(config), index == 0, note=f"WRONG: {fault}")
                     continue
-                timing = measure(functools.partial(call, operands, out), device, plan.budget_ms)
+                timing = measure(functools.partial(run, call), device, plan.budget_ms)
                 yield Trial(case, name, str(config), index == 0, timing.median)
 
 

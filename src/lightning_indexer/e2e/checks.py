@@ -8,7 +8,7 @@ import torch
 
 from lightning_indexer.e2e.prompt import Prompt, readout
 from lightning_indexer.e2e.stack import Observer, Scored, Stack
-from lightning_indexer.reference import reference_logits
+from lightning_indexer.problems.mqa_logits import reference_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Checker:
         # fp8 tensors have no indexing on every device; their bytes do.
         q = scored.q.view(torch.uint8)[at].view(scored.q.dtype)
         ks, ke = scored.ks[at], scored.ke[at]
-        expected = reference_logits(q, scored.k, scored.kv_scale, scored.weights[at], ks, ke)
+        expected = reference_logits(q, (scored.k, scored.kv_scale), scored.weights[at], ks, ke)
         width = min(scored.selected.shape[1], expected.shape[1])
         scores, columns = expected.topk(width, dim=1)
         columns.masked_fill_(scores == float("-inf"), -1)

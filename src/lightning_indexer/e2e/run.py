@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from lightning_indexer import dispatch
 from lightning_indexer.arch import Arch
 from lightning_indexer.bench import environment
 from lightning_indexer.chunking import Request, plan_chunks
@@ -20,7 +19,8 @@ from lightning_indexer.e2e.clock import Clock, synchronize
 from lightning_indexer.e2e.dims import Dims
 from lightning_indexer.e2e.prompt import make_prompt
 from lightning_indexer.e2e.stack import Stack, default_dtype, needed_bytes
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.selection import registry as dispatch
 
 # Phases that make up the indexer; "logits" is the call that the two sides differ in.
 INDEXER = ("indexer projections", "quantise", "gather", "logits", "top-k")
@@ -123,16 +123,16 @@ def run(plan: Plan, device: torch.device, arch: Arch, progress: Callable[[str], 
     return results
 
 
-def problems(dims: Dims, context: int, step: int, max_logits_bytes: int) -> list[Problem]:
+def problems(dims: Dims, context: int, step: int, max_logits_bytes: int) -> list[MqaLogitsProblem]:
     """The scoring calls of one layer in the prefill of one context, in order."""
     return [
-        Problem(chunk.rows, chunk.keys, dims.index_heads, dims.index_dim)
+        MqaLogitsProblem(chunk.rows, chunk.keys, dims.index_heads, dims.index_dim)
         for start in range(0, context, step)
         for chunk in plan_chunks([Request(start, min(step, context - start))], max_logits_bytes=max_logits_bytes)
     ]
 
 
-def ran(calls: Sequence[Problem], arch: Arch, backend: str | None) -> dict[str, int]:
+def ran(calls: Sequence[MqaLogitsProblem], arch: Arch, backend: str | None) -> dict[str, int]:
     """How many of the calls each backend runs.
 
     Raises:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lightning_indexer.api import fp8_mqa_logits
+from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.chunking import Chunk, Request, plan_chunks
 from lightning_indexer.e2e.cache import PagedKeys
 from lightning_indexer.e2e.clock import Clock

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_indexer import dispatch, envs, policy
-from lightning_indexer.api import problem_of
+from lightning_indexer import envs
 from lightning_indexer.arch import Arch, arch_of, forced_arch
-from lightning_indexer.dispatch import Verdict
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem, is_aligned
+from lightning_indexer.selection import policy
+from lightning_indexer.selection import registry as dispatch
+from lightning_indexer.selection.registry import Verdict
 
 # H of the models with this indexer, and a chunk of theirs: they stand for the calls to come.
 USUAL_HEADS, USUAL_ROWS, USUAL_KEYS, USUAL_HEAD_DIM = (32, 64), 4096, 32768, 128
@@ -43,7 +44,9 @@ class Notes:
         warnings: dict[str, None] = {}
         for heads in USUAL_HEADS:
             width = USUAL_KEYS if compressed else 0
-            problem = Problem(USUAL_ROWS, USUAL_KEYS, heads, USUAL_HEAD_DIM, clean_logits=False, max_seqlen_k=width)
+            problem = MqaLogitsProblem(
+                USUAL_ROWS, USUAL_KEYS, heads, USUAL_HEAD_DIM, clean_logits=False, max_seqlen_k=width
+            )
             verdicts = dispatch.explain(problem, arch, backend or envs.backend())
             names = [verdict.backend for verdict in verdicts if not (verdict.reason or verdict.passed_over)]
             chains.setdefault(", else ".join(names) or "nothing", []).append(heads)
@@ -62,7 +65,19 @@ class Notes:
         self.taken = True
         arch = arch_of(q.device)
         self.runs_on(arch, compressed=max_seqlen_k > 0, backend=backend)
-        problem = problem_of(q, k, torch.float32, clean_logits, max_seqlen_k)
+        rows, heads, head_dim = q.shape
+        problem = MqaLogitsProblem(
+            rows,
+            k.shape[0],
+            heads,
+            head_dim,
+            q.dtype,
+            k.dtype,
+            torch.float32,
+            clean_logits,
+            max_seqlen_k,
+            is_aligned(q, k),
+        )
         name = dispatch.select(problem, arch, backend).name
         self.logger.info(
             "%s: lightning-indexer took its first call: %s, %s on %s", self.engine, name, problem, arch.name
@@ -89,7 +104,7 @@ def check_environment() -> None:
     forced_arch()
 
 
-def _warnings(verdicts: Sequence[Verdict], problem: Problem, arch: Arch) -> list[str]:
+def _warnings(verdicts: Sequence[Verdict], problem: MqaLogitsProblem, arch: Arch) -> list[str]:
     found = []
     for verdict in verdicts:
         if verdict.chosen:
@@ -97,7 +112,7 @@ def _warnings(verdicts: Sequence[Verdict], problem: Problem, arch: Arch) -> list
                 found.append(f"{verdict.backend} has not been measured on {arch.name}: compare before you rely on it")
             break
         backend = dispatch.get(verdict.backend)
-        if verdict.passed_over is None and backend.supports(problem, arch) is None:
+        if verdict.passed_over is None and backend.kernels[problem.operation].supports(problem, arch) is None:
             slower = "; what runs instead is slower than DeepGEMM" if arch.name == "sm90" else ""
             found.append(f"{verdict.backend} would run on {arch.name}, but {verdict.reason}{slower}")
     return found

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_indexer.amd import clang as amdgpu_clang
 from lightning_indexer.sim.decode import EXEC, M0, VCC
 from lightning_indexer.sim.executor import Launch, Simulator
 from lightning_indexer.sim.lanes import FULL, LOW32
 from lightning_indexer.sim.memory import Memory
 from lightning_indexer.sim.options import Options
 from lightning_indexer.sim.program import END
-from lightning_indexer.toolchain import amdgpu_clang
 
 _LDS_BYTES = 65536
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 
-# kernel.cuh's plan; its static asserts hold these to it.
+# mqa_logits.cuh's plan; its static asserts hold these to it.
 PAIRS = 256
 TILE_KEYS = 64
 WORKERS = 2
@@ -24,10 +24,10 @@ class KernelConfig:
 
     Attributes:
         heads, head_dim: H and D.
-        form: ``clean``, ``nocl`` (outside the windows unspecified) or ``compressed``.
+        form: ``clean``, ``noclean`` (outside the windows unspecified) or ``compressed``.
         out: ``f32`` or ``bf16``.
-        ctas: persistent CTAs, one a multiprocessor.
-        k_stages: tiles of 64 keys between the copy engine and the tensor cores, for each of two workers.
+        ctas: persistent CTAs, one an SM.
+        k_stages: tiles of 64 keys between TMA and the tensor cores, for each of two workers.
         q_stages: row blocks of q, likewise.
         enter_cost: what entering a row block costs the schedule, in tiles.
     """
@@ -74,17 +74,16 @@ class KernelConfig:
         }
 
 
-def heuristic(problem: Problem, arch: Arch) -> KernelConfig:
+def heuristic(problem: MqaLogitsProblem, arch: Arch) -> KernelConfig:
     """Five key tiles a worker cover the latency of a load; the schedule inside the kernel does the rest.
 
     Entering a row block costs about one tile, measured: docs/kernels/cuda_sm90.md.
     """
-    form = "compressed" if problem.compressed else "clean" if problem.clean_logits else "nocl"
     out = "f32" if problem.out_dtype is torch.float32 else "bf16"
-    return KernelConfig(problem.heads, problem.head_dim, form, out, arch.units)
+    return KernelConfig(problem.heads, problem.head_dim, problem.form, out, arch.units)
 
 
-def neighbours(problem: Problem, arch: Arch) -> list[KernelConfig]:
+def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[KernelConfig]:
     """What ``bench --tune`` measures: the heuristic's choice first, then those around it."""
     chosen = heuristic(problem, arch)
     others = [replace(chosen, enter_cost=cost) for cost in (0, 2, 3)]

@@ -1,4 +1,4 @@
-// Constants, the shared-memory plan and the arguments of kernel.cuh.
+// Constants, the shared-memory plan and the arguments of mqa_logits.cuh.
 //
 // Compile-time, from config.py: HEADS, HEAD_DIM, CLEAN, COMPRESSED, OUT_BF16, KSTAGES, QSTAGES, SHARED_BYTES,
 // KERNEL_NAME.

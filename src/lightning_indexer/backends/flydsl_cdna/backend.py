@@ -1,94 +1,24 @@
-"""``flydsl``: FP8 MQA logits in FlyDSL for CDNA3 (gfx942) and CDNA4 (gfx950). Gate and launch.
+"""``flydsl``: kernels in FlyDSL for CDNA3 and CDNA4.
 
-FlyDSL compiles, and no more than that (``toolchain.flydsl``); this library's launchers run the code object: HIP on a
-GPU, the simulator for tensors on the CPU. Has not run on hardware.
+FlyDSL compiles, and no more than that (``amd.flydsl``); this library's launchers run the code object: HIP on a GPU, the
+simulator for tensors on the CPU. Has not run on hardware.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import asdict
+from typing import ClassVar
 
 import torch
 
-from lightning_indexer.arch import Arch
-from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
-from lightning_indexer.backends.gate import unsupported_shape
-from lightning_indexer.launcher import hip, launcher_for
-from lightning_indexer.problem import Operands, Problem
-from lightning_indexer.toolchain import flydsl
-from lightning_indexer.toolchain.built import Built
-
-ARCHS = ("gfx942", "gfx950")
-HEADS = (32, 64, 128)
-HEAD_DIMS = (64, 128)
-MAX_KEYS = 2**29 - 1  # bytes to a key's scale, and to a column, fit into 32 bits with a sign
-MAX_KEY_STRIDE = 2**24 - 1  # bytes; those of a tile, at most 256 keys, fit into 32 bits
+from lightning_indexer.amd import flydsl, hip_runtime
+from lightning_indexer.backends.flydsl_cdna.mqa_logits import MqaLogits
 
 
 class FlyDsl:
     name = "flydsl"
-    summary = "FlyDSL kernels for AMD gfx942 and gfx950; executed in simulation only"
+    summary = "FlyDSL kernels for AMD CDNA3 and CDNA4; executed in simulation only"
+    kernels: ClassVar = {"fp8_mqa_logits": MqaLogits()}
 
     def missing(self) -> str | None:
         # On a machine with an AMD GPU the kernels are for that, through the HIP runtime.
-        return flydsl.missing() or (hip.missing() if torch.version.hip else None)
-
-    def supports(self, problem: Problem, arch: Arch) -> str | None:
-        if arch.name not in ARCHS:
-            return f"built for {' and '.join(ARCHS)}, not for {arch.name}"
-        if not problem.aligned:
-            return "rows of q and k have to start on 16 bytes, for loads of 16 bytes"
-        for name, size in (("N", problem.keys), ("max_seqlen_k", problem.width)):
-            if size > MAX_KEYS:
-                return f"{name}={size} is more than {MAX_KEYS}: offsets of scales and columns have 32 bits"
-        return unsupported_shape(problem, HEADS, HEAD_DIMS)
-
-    def prepare(self, problem: Problem, arch: Arch) -> Launch:
-        return Launch(problem, arch, heuristic(problem, arch))
-
-    def candidates(self, problem: Problem, arch: Arch) -> list[tuple[object, Launch]]:
-        return [(config, Launch(problem, arch, config)) for config in neighbours(problem, arch)]
-
-    def build(self, problem: Problem, arch: Arch) -> Built:
-        """The kernel of this problem, compiled without a device."""
-        return Launch(problem, arch, heuristic(problem, arch)).built
-
-    def precompile(self, problem: Problem, arch: Arch) -> str:
-        return self.build(problem, arch).kernel
-
-
-class Launch:
-    """The kernel for one problem and one config; called with the tensors, it runs on the current stream."""
-
-    def __init__(self, problem: Problem, arch: Arch, config: FlyConfig) -> None:
-        self.problem, self.arch, self.config = problem, arch, config
-        self.layout = layout(problem, arch, config)
-        self.grid = (-(-problem.rows // config.rows), -(-problem.keys // config.chunk), 1)
-
-    @functools.cached_property
-    def built(self) -> Built:
-        parameters = {"name": self.layout.name, **asdict(self.layout)}
-        return flydsl.compile_flydsl(_FACTORY, parameters, self.arch.name, argument_names=_ARGUMENTS)
-
-    def __call__(self, operands: Operands, out: torch.Tensor) -> None:
-        q, k, kv_scale, weights, ks, ke = operands
-        problem, size = self.problem, out.element_size()
-        k_stride = k.stride(0) if problem.keys > 1 else 0
-        if k_stride > MAX_KEY_STRIDE:
-            k = k.contiguous()
-            k_stride = k.stride(0)
-        sizes = (problem.rows, problem.keys, problem.width, self.config.chunk)
-        # Strides in bytes
-        strides = (q.stride(0), q.stride(1), k_stride, 4 * weights.stride(0), size * out.stride(0))
-        launcher_for(out.device).launch(
-            self.built, self.grid, self.layout.threads,
-            (q, k, kv_scale, weights, ks, ke, out, *sizes, *strides), outputs=("out",),
-        )  # fmt: skip
-
-
-_FACTORY = "lightning_indexer.backends.flydsl_cdna.kernel:make"
-_ARGUMENTS = (
-    "q", "k", "kv_scale", "weights", "ks", "ke", "out",
-    "rows", "keys", "width", "chunk", "q_row", "q_head", "k_row", "w_row", "out_row",
-)  # fmt: skip
+        return flydsl.missing() or (hip_runtime.missing() if torch.version.hip else None)

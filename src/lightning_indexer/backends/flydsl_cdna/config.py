@@ -8,8 +8,7 @@ import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.flydsl_cdna.layout import Layout
-from lightning_indexer.problem import Problem
-from lightning_indexer.toolchain.occupancy import lds_limit
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +27,18 @@ class FlyConfig:
     chunk: int
 
 
-def heuristic(problem: Problem, arch: Arch) -> FlyConfig:
+def heuristic(problem: MqaLogitsProblem, arch: Arch) -> FlyConfig:
     """Four rows share each key tile where there are as many; docs/kernels/flydsl.md has what else was counted."""
     rows = 4 if problem.rows > 2 else problem.rows
-    # gfx950 at H=32: two rows a wave, which read the tile's keys from LDS once. More heads fill the registers alone,
-    # and gfx942's 64 KiB of LDS hold three blocks, which have to have four waves to keep its SIMDs busy.
-    waves = max(1, rows // 2) if arch.name == "gfx950" and problem.heads == 32 else rows
-    # gfx942 brings the next tile through registers; gfx950 has two tiles on their way into LDS.
-    return FlyConfig(rows, waves, 2 if arch.name == "gfx942" else 3, _chunk(problem, arch, rows))
+    # CDNA4 at H=32: two rows a wave, which read the tile's keys from LDS once. More heads fill the registers alone,
+    # and CDNA3's 64 KiB of LDS hold three blocks, which have to have four waves to keep its SIMDs busy.
+    deep = "32x32x64" in arch.matrix  # CDNA4
+    waves = max(1, rows // 2) if deep and problem.heads == 32 else rows
+    # CDNA3 brings the next tile through registers; CDNA4 has two tiles on their way into LDS.
+    return FlyConfig(rows, waves, 3 if deep else 2, _chunk(problem, arch, rows))
 
 
-def _chunk(problem: Problem, arch: Arch, rows: int) -> int:
+def _chunk(problem: MqaLogitsProblem, arch: Arch, rows: int) -> int:
     """Long enough that loading q does not show; few rows are split over keys until every unit has blocks."""
     chunk, groups = 8192, -(-problem.rows // rows)
     while chunk > 256 and groups * -(-problem.keys // chunk) < 8 * arch.units:
@@ -46,7 +46,7 @@ def _chunk(problem: Problem, arch: Arch, rows: int) -> int:
     return chunk
 
 
-def neighbours(problem: Problem, arch: Arch) -> list[FlyConfig]:
+def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[FlyConfig]:
     """What ``bench --tune`` measures: the heuristic's choice first, then those around it."""
     chosen = heuristic(problem, arch)
     others = [replace(chosen, rows=rows, waves=waves) for rows in (1, 2, 4) for waves in (1, 2, 4)]
@@ -56,7 +56,7 @@ def neighbours(problem: Problem, arch: Arch) -> list[FlyConfig]:
     return [chosen, *fitting]
 
 
-def layout(problem: Problem, arch: Arch, config: FlyConfig) -> Layout:
+def layout(problem: MqaLogitsProblem, arch: Arch, config: FlyConfig) -> Layout:
     """All that the kernel's code depends on. The sizes of the operands are not among it."""
     return Layout(
         arch.name, problem.heads, problem.head_dim, config.rows, config.waves, config.stages,
@@ -64,6 +64,5 @@ def layout(problem: Problem, arch: Arch, config: FlyConfig) -> Layout:
     )  # fmt: skip
 
 
-def _fits(config: FlyConfig, problem: Problem, arch: Arch) -> bool:
-    limit = lds_limit(arch.name)
-    return limit is not None and layout(problem, arch, config).lds_bytes <= limit
+def _fits(config: FlyConfig, problem: MqaLogitsProblem, arch: Arch) -> bool:
+    return layout(problem, arch, config).lds_bytes <= arch.shared_bytes

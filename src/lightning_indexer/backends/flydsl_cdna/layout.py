@@ -40,7 +40,7 @@ class Layout:
         """Of the kernel, as traces show it."""
         mfma = "mfma32x32x64" if self.arch == "gfx950" else "mfma16x16x32"
         lds = f"lds{self.stages}" + ("_swizzled" if self.swizzle else "")
-        form = "compressed" if self.compressed else "clean" if self.clean else "nocl"
+        form = "compressed" if self.compressed else "clean" if self.clean else "noclean"
         shape = f"H{self.heads}_D{self.head_dim}_{mfma}_bkv{self.tile}_r{self.rows}_w{self.waves}"
         return f"fp8_mqa_logits_{shape}_{lds}_{form}{'_bf16' if self.bf16 else ''}_flydsl"
 

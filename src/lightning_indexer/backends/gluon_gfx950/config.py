@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 
 WAVES = 4  # of a program: one for each SIMD of a compute unit
 BUFFER_BYTES = 2**31  # what the 32-bit offset of a buffer instruction reaches, as Triton describes buffers
 # Rows from which, at H=64 and D=128, programs are of four waves with a row each and three buffers.
-MANY_ROWS = 4096
+PREFERRED_HEADS, PREFERRED_HEAD_DIM, MANY_ROWS = 64, 128, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class GluonConfig:
         return self.buffers * self.block * head_dim
 
 
-def heuristic(problem: Problem, arch: Arch) -> GluonConfig:
+def heuristic(problem: MqaLogitsProblem, arch: Arch) -> GluonConfig:
     """One of three forms: docs/kernels/gluon_gfx950.md counts them."""
-    if problem.heads == 64 and problem.head_dim == 128 and problem.rows >= MANY_ROWS:
+    if (problem.heads, problem.head_dim) == (PREFERRED_HEADS, PREFERRED_HEAD_DIM) and problem.rows >= MANY_ROWS:
         return many_rows(problem, arch)
     # A wave holds q and w of 64 heads (a row of 128): with 64 keys of scores that fills a register file of 256.
     rows = max(1, 64 // problem.heads)
@@ -55,12 +55,12 @@ def heuristic(problem: Problem, arch: Arch) -> GluonConfig:
     return GluonConfig(rows, row_warps, key_warps, step, block, 2, _chunk(problem, arch, rows))
 
 
-def many_rows(problem: Problem, arch: Arch) -> GluonConfig:
+def many_rows(problem: MqaLogitsProblem, arch: Arch) -> GluonConfig:
     """Four waves, a row of 64 heads each, share key tiles: K passes L2 once for four rows."""
     return GluonConfig(4, 4, 1, 64, 128, 3, _chunk(problem, arch, 4))
 
 
-def _chunk(problem: Problem, arch: Arch, rows: int) -> int:
+def _chunk(problem: MqaLogitsProblem, arch: Arch, rows: int) -> int:
     """Long enough that q, w and the first tiles do not show, short enough that every unit has work."""
     chunk = 8192
     groups = -(-problem.rows // rows)
@@ -69,7 +69,7 @@ def _chunk(problem: Problem, arch: Arch, rows: int) -> int:
     return chunk
 
 
-def is_wide(problem: Problem, config: GluonConfig, strides: tuple[int, int, int, int, int]) -> bool:
+def is_wide(problem: MqaLogitsProblem, config: GluonConfig, strides: tuple[int, int, int, int, int]) -> bool:
     """Whether a program's offsets leave what buffer instructions reach; strides of q (two), k, weights and out.
 
     Bases are 64-bit, so what counts is the reach of one program, not the size of a tensor.
@@ -85,7 +85,7 @@ def is_wide(problem: Problem, config: GluonConfig, strides: tuple[int, int, int,
     return max(*reach, *strides) >= BUFFER_BYTES
 
 
-def neighbours(problem: Problem, arch: Arch) -> list[GluonConfig]:
+def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[GluonConfig]:
     """What ``bench --tune`` measures: the heuristic's choice first, then those around it."""
     chosen = heuristic(problem, arch)
     others = [replace(chosen, chunk=chosen.chunk * factor // 4) for factor in (2, 8) if chosen.chunk >= 1024]

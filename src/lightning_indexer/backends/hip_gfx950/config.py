@@ -6,15 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 
 TILE = 32  # keys of one matrix product
 STAGE = 64  # keys of one stage in LDS
 # Rows and heads of a wave in registers: q takes 16 registers of a lane for each 32 heads, their weights 16 more.
 MAX_HEADS_OF_WAVE = 256
 MAX_SPLITS = 65535  # of the grid's y
-# Where a row of K is at least this many times the rows, keys are streamed; below, they are staged through LDS.
+# Where keys are at least this many times the rows, they are streamed; below, they are staged through LDS. The policy
+# prefers this backend where they are streamed, at one H and D.
 STREAM_RATIO = 8
+PREFERRED_HEADS, PREFERRED_HEAD_DIM = 32, 128
 
 Strategy = Literal["stream", "lds"]
 Relu = Literal["clamp", "max"]
@@ -80,7 +82,7 @@ class KernelConfig:
     @property
     def name(self) -> str:
         """The kernel's name in traces; what is a launch argument is not in it."""
-        form = "clean" if self.clean else "nocl"
+        form = "clean" if self.clean else "noclean"
         pipeline = f"k{1 + self.unroll2}" if self.strategy == "stream" else f"lds2x{STAGE}"
         return (
             f"fp8_mqa_logits_H{self.heads}_D128_mfma32x32x64_{self.strategy}_r{self.block_m}_w{self.num_warps}"
@@ -117,7 +119,7 @@ class KernelConfig:
         return -(-rows // self.rows_of_block), self.split_n, 1
 
 
-def heuristic(problem: Problem, arch: Arch, fixed: Tunables | None = None) -> KernelConfig:
+def heuristic(problem: MqaLogitsProblem, arch: Arch, fixed: Tunables | None = None) -> KernelConfig:
     """The config of a problem; what ``fixed`` sets is kept.
 
     Raises:
@@ -145,7 +147,7 @@ def heuristic(problem: Problem, arch: Arch, fixed: Tunables | None = None) -> Ke
     return replace(config, split_n=fixed.split_n or _splits(problem, arch, config))
 
 
-def _splits(problem: Problem, arch: Arch, config: KernelConfig) -> int:
+def _splits(problem: MqaLogitsProblem, arch: Arch, config: KernelConfig) -> int:
     """Enough workgroups to fill the device twice over, while each wave still has eight tiles to spread its prologue."""
     blocks = config.grid(problem.rows)[0]
     resident = arch.units * 4 * config.occupancy // config.num_warps
@@ -155,7 +157,7 @@ def _splits(problem: Problem, arch: Arch, config: KernelConfig) -> int:
     return max(1, min(wanted, most, MAX_SPLITS))
 
 
-def neighbours(problem: Problem, arch: Arch) -> list[KernelConfig]:
+def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[KernelConfig]:
     """What ``bench --tune`` measures: the heuristic's choice first, then those around it."""
     chosen = heuristic(problem, arch)
     other: Strategy = "lds" if chosen.strategy == "stream" else "stream"

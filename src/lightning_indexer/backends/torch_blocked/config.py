@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class BlockConfig:
     panel_keys: int
 
 
-def heuristic(problem: Problem, arch: Arch) -> BlockConfig:
+def heuristic(problem: MqaLogitsProblem, arch: Arch) -> BlockConfig:
     """A CPU block's scores stay in the L2 of two cores (2 MiB); a GPU block fills the device (256 MiB at most)."""
     if arch.vendor == "cpu":
         score_rows, block_keys, panel_keys = 1024, 512, 65536
@@ -26,7 +26,7 @@ def heuristic(problem: Problem, arch: Arch) -> BlockConfig:
     return BlockConfig(max(1, min(problem.rows, score_rows // problem.heads)), block_keys, panel_keys)
 
 
-def neighbours(problem: Problem, arch: Arch) -> list[BlockConfig]:
+def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[BlockConfig]:
     """What ``bench --tune`` measures: the heuristic's choice first, then those around it."""
     chosen = heuristic(problem, arch)
     others = [replace(chosen, block_rows=rows) for rows in (max(1, chosen.block_rows // 2), 2 * chosen.block_rows)]

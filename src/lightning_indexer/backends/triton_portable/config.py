@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problem import Problem
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +26,22 @@ class TileConfig:
     waves_per_eu: int = 0
 
 
-def heuristic(problem: Problem, arch: Arch) -> TileConfig:
+def heuristic(problem: MqaLogitsProblem, arch: Arch) -> TileConfig:
     """NVIDIA: the best of 30 on an H200, docs/kernels/triton_portable.md. AMD: what public kernels of this form use."""
     if arch.vendor == "amd":
-        # gfx942: 64 KiB of LDS a CU, room for two programs. Elsewhere tiles of 128 keys spill where q is large: 102
-        # registers on gfx950 at H=D=128, up to 10 on gfx1201 from 64 x 128 on.
-        size = problem.heads * problem.head_dim
-        small = arch.name == "gfx942" or size >= (64 if arch.name in ("gfx1200", "gfx1201") else 128) * 128
+        # CDNA3: 64 KiB of LDS, room for two programs. Elsewhere tiles of 128 keys spill where q is large: 102 registers
+        # on CDNA4 at H=D=128, up to 10 on RDNA4 from 64 x 128 on.
+        size, little = problem.heads * problem.head_dim, arch.shared_bytes <= 64 * 1024
+        small = (little and arch.wave == 64 and arch.fp8 != "none") or size >= (
+            64 if little and arch.wave == 32 else 128
+        ) * 128
         block, num_warps, num_stages, waves_per_eu = 64 if small else 128, 4, 2, 2
     else:
         block, num_warps, num_stages, waves_per_eu = 64, 4, 3, 0
     return TileConfig(block, _chunk(problem, arch), num_warps, num_stages, waves_per_eu)
 
 
-def _chunk(problem: Problem, arch: Arch) -> int:
+def _chunk(problem: MqaLogitsProblem, arch: Arch) -> int:
     """Long enough that loading q and starting the pipeline do not show, short enough that every unit has work."""
     chunk = 8192
     while chunk > 256:
@@ -51,7 +53,7 @@ def _chunk(problem: Problem, arch: Arch) -> int:
     return chunk
 
 
-def neighbours(problem: Problem, arch: Arch) -> list[TileConfig]:
+def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[TileConfig]:
     """What ``bench --tune`` measures: the heuristic's choice first, then those around it."""
     chosen = heuristic(problem, arch)
     others = [replace(chosen, chunk=chosen.chunk * factor // 4) for factor in (2, 8) if chosen.chunk >= 512]

@@ -1,0 +1,164 @@
+"""HIP C++ and AMDGPU assembly to code objects with a plain clang: hipcc's where ROCm is installed, else PyPI's.
+
+The PyPI package ``ziglang`` carries clang and lld with the AMDGPU target, so that no ROCm and no GPU is needed. It has
+no HIP headers: sources for it use clang's builtins.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_indexer import artifacts as cache
+from lightning_indexer import envs
+from lightning_indexer.amd.built import Built, CompileError, get_or_build
+from lightning_indexer.amd.repair import VERSION, repair
+from lightning_indexer.toolchain.code_object import CodeObject
+
+# One input for both compilers, so neither ROCm's headers nor its device library; -fno-discard-value-names keeps the
+# names of kernel arguments in the metadata.
+_FLAGS = ("-std=c++17", "-O3", "-nogpuinc", "-nogpulib", "-fno-discard-value-names")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """Commands that run clang and lld, and what they are called in a message."""
+
+    clang: tuple[str, ...]
+    lld: tuple[str, ...]
+    name: str
+
+
+def missing() -> str | None:
+    """None, or what to install, with the command."""
+    return None if _tools() is not None else "no clang for AMD GPUs: pip install 'lightning-indexer[amd]'"
+
+
+def tools() -> Tools:
+    """The compiler used here.
+
+    Raises:
+        CompileError: there is none; the message says how to install it.
+    """
+    found = _tools()
+    if found is None:
+        raise CompileError(missing())
+    return found
+
+
+@functools.cache
+def version() -> str:
+    """First line of what the compiler says of itself, e.g. ``clang version 22.1.8``."""
+    return _run((*tools().clang, "--version"), "clang --version").splitlines()[0].strip()
+
+
+def compile_hip(source: Path, arch: str, macros: Mapping[str, str | int], flags: Sequence[str] = ()) -> Built:
+    """Compiles a HIP source that holds one kernel, from the disk cache where it is there.
+
+    The key: the source, every ``.h`` and ``.hip`` beside it, the macros, the flags and the compiler's version.
+
+    Args:
+        source: the .hip file; its folder is the include path.
+        arch: e.g. ``gfx950``.
+        macros: the compile-time configuration.
+        flags: for clang, after the common ones.
+
+    Raises:
+        CompileError: with the compiler's message, or how to install one.
+        CodeObjectError: the source holds no kernel, or several.
+    """
+    neighbours = sorted({*source.parent.glob("*.h"), *source.parent.glob("*.hip"), source})
+    text = b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in neighbours)
+    key = ("hip", text, source.name, arch, repr(sorted(macros.items())), repr((_FLAGS, *flags)), version(), VERSION)
+    return get_or_build(key, lambda: _compile(source, arch, macros, flags))
+
+
+def _compile(source: Path, arch: str, macros: Mapping[str, str | int], flags: Sequence[str]) -> Built:
+    what = f"{source.name} for {arch} with {dict(macros)}"
+    with tempfile.TemporaryDirectory(prefix="lightning-indexer-") as folder:
+        text = Path(folder, "kernel.s")
+        command = [*tools().clang, "-x", "hip", f"--offload-arch={arch}", "--cuda-device-only", *_FLAGS, *flags]
+        command += [f"-D{name}={value}" for name, value in macros.items()]
+        _run([*command, "-I", str(source.parent), "-S", str(source), "-o", str(text)], what)
+        isa = repair(text.read_text(), arch)
+    code_object = CodeObject(_assemble(isa, arch))
+    info = code_object.kernel()
+    names = tuple(
+        argument.name.removesuffix(".coerce") for argument in info.arguments if not argument.kind.startswith("hidden_")
+    )
+    return Built(code_object, info.name, isa, 0, "hip", version(), names)
+
+
+def assemble(asm_text: str, arch: str) -> CodeObject:
+    """Assembles and links AMDGPU assembly, e.g. what a compiler printed.
+
+    Args:
+        asm_text: a whole file: ``.amdgcn_target`` is not needed, ``.amdhsa_kernel`` is.
+        arch: e.g. ``gfx950``.
+
+    Raises:
+        CompileError: with the assembler's message.
+    """
+    key = ("assemble", asm_text, arch, version())
+    return CodeObject(cache.get_or_build(key, ".hsaco", lambda: _assemble(asm_text, arch)))
+
+
+def _assemble(asm_text: str, arch: str) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="lightning-indexer-") as folder:
+        source, linked = Path(folder, "kernel.s"), Path(folder, "kernel.hsaco")
+        source.write_text(asm_text)
+        object_file = str(source.with_suffix(".o"))
+        _run(
+            (*tools().clang, "-x", "assembler", *_target(arch), "-c", str(source), "-o", object_file),
+            f"assembly for {arch}",
+        )
+        _run((*tools().lld, "-shared", object_file, "-o", str(linked)), f"link for {arch}")
+        return linked.read_bytes()
+
+
+def _target(arch: str) -> tuple[str, ...]:
+    return "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}"
+
+
+def _run(command: Sequence[str], what: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CompileError(f"{what} failed ({tools().name}):\n{done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+@functools.cache
+def _tools() -> Tools | None:
+    """ROCm's compiler where it knows every arch here, else that of ``ziglang``, else ROCm's."""
+    old = None
+    for root in (envs.rocm_path(), "/opt/rocm", _rocm_of_path()):
+        if root is None or not (llvm := Path(root, "llvm", "bin")).joinpath("clang").exists():
+            continue
+        found = Tools((str(llvm / "clang"),), (str(llvm / "ld.lld"),), f"ROCm in {root}")
+        if _knows_gfx950(found):
+            return found
+        old = old or found
+    if importlib.util.find_spec("ziglang") is not None:
+        zig = (sys.executable, "-m", "ziglang")
+        return Tools((*zig, "clang"), (*zig, "ld.lld"), "clang of the ziglang package")
+    return old
+
+
+def _knows_gfx950(tools: Tools) -> bool:
+    """ROCm before 7.0 does not."""
+    line = "v_mfma_scale_f32_32x32x64_f8f6f4 v[0:15], v[16:23], v[24:31], 0, v32, v32"
+    command = [*tools.clang, "-x", "assembler", *_target("gfx950"), "-c", "-", "-o", os.devnull]
+    return subprocess.run(command, input=line, capture_output=True, text=True, check=False).returncode == 0
+
+
+def _rocm_of_path() -> str | None:
+    hipcc = shutil.which("hipcc")
+    return str(Path(hipcc).resolve().parents[1]) if hipcc else None

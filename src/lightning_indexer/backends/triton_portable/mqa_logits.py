@@ -1,0 +1,140 @@
+"""FP8 MQA logits in Triton: gate and launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_indexer import envs
+from lightning_indexer.amd import launcher_for, simulates, triton_amd
+from lightning_indexer.amd.built import Built
+from lightning_indexer.arch import Arch
+from lightning_indexer.backends.gate import unsupported_shape
+from lightning_indexer.backends.triton_launch import call_like, device_guard, within_2gib
+from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic, neighbours
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
+
+HEADS = (8, 16, 32, 64, 128)
+HEAD_DIMS = (32, 64, 128)
+MAX_POSITION = 2**31 - 2**14
+
+
+class MqaLogits:
+    config = staticmethod(heuristic)
+    neighbours = staticmethod(neighbours)
+
+    def supports(self, problem: MqaLogitsProblem, arch: Arch) -> str | None:
+        if arch.vendor == "cpu" and not envs.triton_interprets():
+            return "Triton has no CPU target (TRITON_INTERPRET=1 runs its interpreter, for tests)"
+        if not arch.listed:
+            return f"{arch.name} is not a known arch; Triton needs NVIDIA sm80 or newer, or AMD gfx90a or newer"
+        if max(problem.keys, problem.width) > MAX_POSITION:
+            return f"N={problem.keys} is beyond {MAX_POSITION}: the end of the last chunk has to be an int32"
+        return unsupported_shape(problem, HEADS, HEAD_DIMS)
+
+    def launch(self, problem: MqaLogitsProblem, arch: Arch, config: TileConfig) -> Launch:
+        return Launch(problem, arch, config)
+
+    def build(self, problem: MqaLogitsProblem, arch: Arch) -> Built:
+        """The kernel of this problem for an AMD arch, compiled without a device; operands as torch allocates them."""
+        launch = Launch(problem, arch, heuristic(problem, arch))
+        return launch.build(launch.arguments(call_like(problem, arch)))
+
+
+class Launch:
+    """The kernel for one problem and one tile config; called with the tensors, it runs on the current stream."""
+
+    def __init__(self, problem: MqaLogitsProblem, arch: Arch, config: TileConfig) -> None:
+        self.arch = arch
+        self.sizes = (problem.rows, problem.keys, problem.width, config.chunk)
+        self.grid = (problem.rows * -(-problem.width // config.chunk), 1, 1)
+        self.widen = arch.fp8 == "none"
+        self.constants = constants(problem, config, self.widen)
+        self.options = options(config, arch)
+        # Compiled kernels by what Triton specialises on beside addresses and strides, which all lie on 16: the device,
+        # and for AMD which tensors lie within 2 GiB, where buffer instructions reach.
+        self.compiled: dict[object, Any] = {}
+
+    def __call__(self, call: MqaLogitsCall) -> None:
+        from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel
+
+        arguments = self.arguments(call)
+        device = call.q.device
+        if device.type == "cpu" and simulates(self.arch):
+            self._simulate(arguments)
+            return
+        with device_guard(device):
+            if not self._aligned(arguments):
+                with triton_amd.repaired(self.arch.name):
+                    fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
+                return
+            key: object = device if self.arch.vendor != "amd" else (device, *map(within_2gib, arguments[:7]))
+            if (compiled := self.compiled.get(key)) is not None:
+                # Half the host time of the line below, which looks at every argument to find the same kernel.
+                compiled[self.grid](*arguments, *self.constants.values())
+            else:
+                with triton_amd.repaired(self.arch.name):
+                    compiled = fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
+                if compiled is not None:  # the interpreter has nothing to keep
+                    self.compiled[key] = compiled
+
+    def arguments(self, call: MqaLogitsCall) -> tuple[Any, ...]:
+        """What the kernel is given at run time, in the order of its signature."""
+        q, k, kv_scale, weights, ks, ke = call[:6]
+        out = call.result
+        if self.widen:
+            q, k = q.view(torch.uint8), k.view(torch.uint8)
+        strides = (q.stride(0), q.stride(1), k.stride(0), weights.stride(0), out.stride(0))
+        return (q, k, kv_scale, weights, ks, ke, out, *self.sizes, *strides)
+
+    def build(self, arguments: tuple[Any, ...]) -> Built:
+        """The kernel for an AMD arch, as Triton's launcher would specialise it on these arguments."""
+        from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel as kernel
+
+        values = dict(zip(kernel.arg_names, (*arguments, *self.constants.values()), strict=True))
+        facts = triton_amd.specialise(kernel, values, self.arch.name, self.options)
+        return triton_amd.compile_triton(
+            kernel, facts.signature, facts.constexprs, facts.attrs, self.arch.name, self.options
+        )
+
+    def _simulate(self, arguments: tuple[Any, ...]) -> None:
+        from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel as kernel
+
+        built = self.build(arguments)
+        values = dict(zip(kernel.arg_names, arguments, strict=False))
+        given = [values[name] for name in built.argument_names]
+        block = self.arch.wave * self.options["num_warps"]
+        launcher_for(torch.device("cpu")).launch(built, self.grid, block, given, outputs=("out_ptr",))
+
+    def _aligned(self, arguments: tuple[Any, ...]) -> bool:
+        addresses = self.sizes[2]
+        for tensor in arguments[:7]:
+            addresses |= tensor.data_ptr()
+        strides = arguments[11] | arguments[12] | arguments[13] | arguments[14] | arguments[15]
+        return not (addresses | strides) & 15 and strides < 2**31
+
+
+def constants(problem: MqaLogitsProblem, config: TileConfig, widen: bool) -> dict[str, Any]:
+    """The kernel's compile-time arguments, in the order of its signature."""
+    return {
+        "HEADS": problem.heads,
+        "PADDED_HEADS": max(16, problem.heads),
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK": config.block,
+        "CLEAN": problem.clean_logits,
+        "COMPRESSED": problem.compressed,
+        "WIDEN": widen,
+    }
+
+
+def options(config: TileConfig, arch: Arch) -> dict[str, Any]:
+    """The compiler's options. FMA fusion is asked for by name: from 3.10 on, Triton's default is not to fuse."""
+    chosen: dict[str, Any] = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
+    if arch.vendor == "amd" and config.waves_per_eu:
+        chosen["waves_per_eu"] = config.waves_per_eu
+    return chosen

@@ -1,0 +1,96 @@
+"""What every public call does before and after its backend: who goes through the custom operators, and the memo.
+
+Calls on plain tensors in eager code go straight to the backend. Under ``torch.compile``, fake tensors, subclasses and
+other dispatch modes they go through the operators, which PyTorch can see.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from lightning_indexer.selection import registry
+
+# From the facts of a call, everything that validation, selection and a kernel's preparation read, to what they came to.
+PLANS: dict[object, Any] = {}
+MAX_PLANS = 4096
+
+
+def forget_plans() -> None:
+    """Drops what earlier calls decided. Who changes the registry through its functions need not call it."""
+    PLANS.clear()
+
+
+registry.on_change(forget_plans)
+
+
+def keep(facts: object, plan: Any) -> None:
+    """Keeps a plan for the calls that agree with this one."""
+    if len(PLANS) >= MAX_PLANS:
+        PLANS.clear()
+    PLANS[facts] = plan
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+
+
+def in_transform() -> bool:
+    """True inside functorch's transforms, ``torch.jit.trace`` and forward-mode differentiation: see :func:`refuse`."""
+    return _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0
+
+
+def needs_operator(tensors: Sequence[object]) -> bool:
+    """True where a call on these has to go through PyTorch's dispatcher, of all tensors and not of q alone."""
+    if torch.compiler.is_compiling() or _dispatch_modes():
+        return True
+    return any(isinstance(t, torch.Tensor) and (type(t) is not torch.Tensor or t.is_meta) for t in tensors)
+
+
+def refuse(operation: str, tensors: Sequence[object]) -> None:
+    """Refuses by name what would go wrong without a word.
+
+    Raises:
+        NotImplementedError: an operand that a function transform has wrapped, one with a tangent, or a call inside
+            ``torch.jit.trace``.
+    """
+    if _tracing() is not None:
+        raise NotImplementedError(
+            f"{operation}: torch.jit.trace records PyTorch's own operations alone; torch.compile and torch.export have "
+            "this one"
+        )
+    given = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in given):
+        stack = _functorch()
+        name = str(stack.key()).rpartition(".")[2].lower() if stack is not None else "a function transform"
+        what = (
+            "no batching rule: pack a batch by its windows" if name == "vmap" else "no derivative: detach its operands"
+        )
+        raise NotImplementedError(f"{operation}: called on an operand of torch.func's {name}; it has {what}")
+    if forward_ad._current_level >= 0 and any(
+        tensor.is_floating_point() and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+        for tensor in given
+        if tensor.dtype.itemsize > 1
+    ):
+        raise NotImplementedError(f"{operation}: got an operand with a tangent, and it has no derivative: detach it")
+
+
+_WARNED: set[str] = set()
+
+
+def warn_of_gradients(operation: str) -> None:
+    """Says once a process that no gradient flows through the operation."""
+    if operation in _WARNED:
+        return
+    _WARNED.add(operation)
+    warnings.warn(
+        f"{operation}: an operand requires grad, and no gradient flows through this operation: it trains nothing. "
+        "Detach the operand, or call under torch.no_grad(), to be told so no more",
+        UserWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,233 @@
+"""``fp8_mqa_logits``: the public call, and its custom operators ``lightning_indexer::fp8_mqa_logits`` and ``_out``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_indexer import envs, fp8
+from lightning_indexer.arch import Arch, arch_of, assumed
+from lightning_indexer.calls import common
+from lightning_indexer.problems.mqa_logits import (
+    OPERATION,
+    MqaLogitsCall,
+    check_dialect,
+    problem_of,
+    row_stride,
+    validate,
+)
+from lightning_indexer.selection import registry
+
+
+def fp8_mqa_logits(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    *,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    out_dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Scores every key of each row's window: the "lightning indexer" of DeepSeek-V3.2/V4 and GLM-5.
+
+    ``logits[m, n] = kv_scale[n] * sum_h weights[m, h] * relu(sum_d q[m, h, d] * k[n, d])`` for ``n`` in
+    ``[ks[m], ke[m])`` clamped to ``[0, N)``, and ``-inf`` elsewhere. docs/semantics.md states every edge case.
+    Source: DeepSeek-V3.2 technical report, section 2.1; argument meaning as in DeepGEMM's ``fp8_mqa_logits``.
+
+    Args:
+        q: [M, H, D] float8_e4m3fn (or float8_e4m3fnuz on gfx942), last dimension contiguous.
+        kv: ``(k, kv_scale)``: keys [N, D] fp8, last dimension contiguous, and their scales [N] or [N, 1] float32 (at
+            N = 1 also []); scales of another stride are copied.
+        weights: [M, H] float32, last dimension contiguous; bfloat16 and float16 are widened by a copy. A scale of q, if
+            any, is folded in here by the caller.
+        cu_seqlen_ks: [M] or [M, 1] int32, first key of each row's window. Any value is legal; it is clamped. Other
+            strides than 1, an expanded scalar's too, are copied.
+        cu_seqlen_ke: likewise, end (exclusive) of each row's window. ``ke <= ks`` is an empty window.
+        clean_logits: write ``-inf`` outside the windows. If False, those positions hold anything.
+        max_seqlen_k: if > 0, "compressed logits": the result is [M, max_seqlen_k] and column ``j`` of row ``m`` is
+            position ``ks[m] + j``. Columns outside the window hold anything; ``clean_logits`` must be False.
+        out_dtype: ``torch.float32`` or ``torch.bfloat16``.
+        out: buffer to write into, [M, N] (or [M, max_seqlen_k]) of ``out_dtype``, last dimension contiguous, any row
+            stride. Nothing outside it is written, its row padding included.
+        backend: run this backend or raise; None lets the library (or ``LIGHTNING_INDEXER_BACKEND``) choose.
+
+    Returns:
+        [M, N] (or [M, max_seqlen_k]) logits on q's device: ``out`` if given, else a new tensor, in eager code a view
+        whose row stride is padded to 256 bytes. Not differentiable: operands that require grad are warned of once.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, what came and what was expected.
+        BackendUnavailableError: the backend asked for cannot run this call.
+        NotImplementedError: an operand of ``torch.func``'s transforms, a tangent, or ``torch.jit.trace``.
+    """
+    if isinstance(kv, torch.Tensor):
+        raise TypeError("kv: got one tensor, expected the pair (k, kv_scale)")
+    try:
+        k, kv_scale = kv
+    except (TypeError, ValueError):
+        raise TypeError(f"kv: got {type(kv).__name__}, expected the pair (k, kv_scale)") from None
+    call = MqaLogitsCall(
+        q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, max_seqlen_k, out_dtype, out, backend
+    )
+    if common.needs_operator(call[:6]):
+        return _through_operator(call)
+    return _run(call)
+
+
+class _Plan(NamedTuple):
+    """What a call comes to, from its facts alone.
+
+    ``run`` is None where nothing is to compute; ``size`` and ``stride`` are those of a result the library allocates;
+    ``normal`` is False where operands have to be converted first; ``convert_to`` is set where one may not be in the
+    arch's fp8 dialect.
+    """
+
+    run: registry.Run | None
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    normal: bool
+    convert_to: Arch | None
+
+
+def _run(call: MqaLogitsCall) -> torch.Tensor:
+    # All that validation, selection and a kernel's preparation read. Calls that agree in it, as the layers of a model
+    # do, plan once.
+    q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend = call
+    try:
+        facts = (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+            kv_scale.shape, kv_scale.stride(), kv_scale.dtype, kv_scale.device, kv_scale.is_neg(),
+            weights.shape, weights.stride(), weights.dtype, weights.device, weights.is_neg(),
+            ks.shape, ks.stride(), ks.dtype, ks.device, ks.is_neg(),
+            ke.shape, ke.stride(), ke.dtype, ke.device, ke.is_neg(),
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+            type(clean_logits), clean_logits, type(max_seqlen_k), max_seqlen_k, out_dtype, backend,
+            (q.data_ptr() | k.data_ptr()) & 15, envs.selection(), assumed(),
+        )  # fmt: skip
+        plan = common.PLANS.get(facts)
+        if weights.requires_grad or kv_scale.requires_grad or q.requires_grad or k.requires_grad:
+            _note_gradients()
+    except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
+        plan = facts = None
+    if common.in_transform():
+        common.refuse(OPERATION, call[:6])
+    if plan is None:
+        plan, settled = _plan(call)
+        if facts is not None and settled:
+            common.keep(facts, plan)
+    if out is None:
+        out = torch.empty_strided(plan.size, plan.stride, dtype=out_dtype, device=q.device)
+    if plan.run is None:
+        return out
+    call = MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
+    if not plan.normal:
+        call = validate(call)
+    plan.run(call if plan.convert_to is None else _to_native_dialect(call, plan.convert_to))
+    return out
+
+
+def _note_gradients() -> None:
+    if torch.is_grad_enabled():
+        common.warn_of_gradients(OPERATION)
+
+
+def _plan(call: MqaLogitsCall) -> tuple[_Plan, bool]:
+    """The plan of a call, and whether it may be kept."""
+    checked = validate(call)
+    arch = arch_of(call.q.device)
+    check_dialect(checked, arch)
+    problem = problem_of(checked)
+    prepared = registry.prepare(problem, arch, call.backend, call.q.device)
+    plan = _Plan(
+        prepared.run if problem.rows and problem.keys else None,
+        (problem.rows, problem.width),
+        (row_stride(problem.width, problem.out_dtype), 1),
+        checked is call,
+        arch if arch.fp8 == "fnuz" else None,
+    )
+    return plan, prepared.settled
+
+
+def _to_native_dialect(call: MqaLogitsCall, arch: Arch) -> MqaLogitsCall:
+    """On gfx942, fn operands read as fnuz: byte 0x80 scrubbed, and a factor 2 each that goes into ``kv_scale``."""
+    q, k, factor = call.q, call.k, 1.0
+    if q.dtype is torch.float8_e4m3fn:
+        q, factor = fp8.fn_to_fnuz(q), factor * fp8.FN_AS_FNUZ_FACTOR
+    if k.dtype is torch.float8_e4m3fn:
+        k, factor = fp8.fn_to_fnuz(k), factor * fp8.FN_AS_FNUZ_FACTOR
+    return call._replace(q=q, k=k, kv_scale=call.kv_scale if factor == 1.0 else call.kv_scale * factor)
+
+
+# The operators: their schemas are the one other place where the arguments are spelled.
+
+
+@torch.library.custom_op("lightning_indexer::fp8_mqa_logits", mutates_args=())
+def _operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kv_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    out_dtype: torch.dtype,
+    backend: str | None,
+) -> torch.Tensor:
+    # Contiguous: with a padded stride, whether a result is contiguous would depend on N, and a graph on that.
+    out = q.new_empty((q.shape[0], max_seqlen_k or k.shape[0]), dtype=out_dtype)
+    return _run(
+        MqaLogitsCall(
+            q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, max_seqlen_k, out_dtype, out, backend
+        )
+    )
+
+
+@torch.library.custom_op("lightning_indexer::fp8_mqa_logits_out", mutates_args=("out",))
+def _operator_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kv_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    out: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    backend: str | None,
+) -> None:
+    ks, ke = cu_seqlen_ks, cu_seqlen_ke
+    _run(MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out.dtype, out, backend))
+
+
+@_operator.register_fake
+def _(*arguments: Any) -> torch.Tensor:
+    tensors, options = arguments[:6], arguments[6:9]
+    call = validate(MqaLogitsCall(*tensors, *options))
+    return call.q.new_empty((call.q.shape[0], call.max_seqlen_k or call.k.shape[0]), dtype=call.out_dtype)
+
+
+@_operator_out.register_fake
+def _(*arguments: Any) -> None:
+    *tensors, out, clean_logits, max_seqlen_k, backend = arguments
+    validate(MqaLogitsCall(*tensors, clean_logits, max_seqlen_k, out.dtype, out, backend))
+
+
+def _through_operator(call: MqaLogitsCall) -> torch.Tensor:
+    common.refuse(OPERATION, call[:6])
+    if not torch.compiler.is_compiling() and any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
+        _note_gradients()
+    with torch.no_grad():
+        if call.out is None:
+            *arguments, _, backend = call
+            result: torch.Tensor = _operator(*arguments, backend)
+            return result
+        if call.out.dtype != call.out_dtype:
+            raise TypeError(f"out: got dtype {call.out.dtype}, expected {call.out_dtype}, the out_dtype of the call")
+        _operator_out(*call[:6], call.out, call.clean_logits, call.max_seqlen_k, call.backend)
+        return call.out

@@ -1,0 +1,143 @@
+"""What the commands share: the consoles, and how options are read."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightning_indexer.arch import arch_of
+from lightning_indexer.check.cases import FORMS
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.selection import registry as dispatch
+
+Name = TypeVar("Name", bound=str)
+
+# A pipe or a log has no width: tables get theirs.
+out = Console(width=None if sys.stdout.isatty() else 140)
+err = Console(stderr=True)
+
+
+def progress() -> Progress:
+    """A bar on the error stream that is gone when its work is."""
+    return Progress(
+        TextColumn("{task.description}", table_column=None), BarColumn(bar_width=24), MofNCompleteColumn(),
+        TimeElapsedColumn(), console=err, transient=True,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def bad_parameter(option: str | None) -> Iterator[None]:
+    """Turns the library's ValueError or TypeError about what the user typed into the command line's own error."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def device(name: str | None) -> torch.device:
+    """The device that ``--device`` names, made the current one; by default a GPU where there is one."""
+    with bad_parameter("--device"):
+        try:
+            found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        except RuntimeError as error:
+            raise ValueError(str(error).splitlines()[0]) from None
+        if found.type not in ("cpu", "cuda"):
+            raise ValueError(f"got {name!r}, expected cpu, cuda or cuda:INDEX")
+        if found.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"got {name!r}, and PyTorch sees no GPU here")
+        if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"got {name!r}, and PyTorch sees {torch.cuda.device_count()} GPUs here")
+        if found.type == "cuda":
+            found = torch.device("cuda", found.index or 0)
+            torch.cuda.set_device(found)
+        return found
+
+
+def backends(names: list[str] | None, where: torch.device) -> list[str]:
+    """The backends that ``--backend`` names; by default all that can run there."""
+    usual = MqaLogitsProblem(rows=4096, keys=32768, heads=64, head_dim=128)
+    with bad_parameter("--backend"):
+        if not names:
+            return [verdict.backend for verdict in dispatch.explain(usual, arch_of(where)) if verdict.reason is None]
+        return [dispatch.get(name).name for name in dict.fromkeys(names)]
+
+
+def problem(shape: str, form: str) -> MqaLogitsProblem:
+    """The problem of ``--shape M,N,H,D`` and ``--form``."""
+    one_of("--form", form, FORMS)
+    numbers = ints("--shape", shape)
+    if len(numbers) != 4:
+        raise typer.BadParameter(f"got {shape!r}, expected M,N,H,D", param_hint="--shape")
+    rows, keys, heads, head_dim = numbers
+    return sized(rows, keys, heads, head_dim, form)
+
+
+def sized(rows: int, keys: int, heads: int, head_dim: int, form: str) -> MqaLogitsProblem:
+    """The problem of these sizes; compressed logits as wide as there are keys."""
+    width = keys if form == "compressed" else 0
+    return MqaLogitsProblem(rows, keys, heads, head_dim, clean_logits=form == "clean", max_seqlen_k=width)
+
+
+def writable_file(option: str, path: Path) -> None:
+    """Refuses a file that cannot be written, before the work whose result it is to hold."""
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint=option) from None
+    if is_new:
+        path.unlink()
+
+
+def writable_folder(option: str, path: Path) -> None:
+    """Makes a folder; refuses one that cannot be made or written into."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write into {path}: {error.strerror}", param_hint=option) from None
+
+
+def ints(option: str, text: str) -> list[int]:
+    """Positive integers, comma-separated."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"got {text!r}, expected positive integers, comma-separated", param_hint=option)
+    return numbers
+
+
+def shapes(text: str) -> tuple[tuple[int, int], ...]:
+    """``S_QxS_K,S_QxS_K,…``"""
+    found = []
+    for part in text.split(","):
+        numbers = part.lower().split("x")
+        if len(numbers) != 2 or not all(number.strip().isdigit() and int(number) > 0 for number in numbers):
+            raise typer.BadParameter(f"got {part!r}, expected S_QxS_K, e.g. 1024x8192", param_hint="--shapes")
+        found.append((int(numbers[0]), int(numbers[1])))
+    return tuple(found)
+
+
+def names(option: str, text: str, known: tuple[Name, ...]) -> list[Name]:
+    """Names out of ``known``, comma-separated."""
+    return [one_of(option, part.strip(), known) for part in text.split(",")]
+
+
+def one_of(option: str, name: str, known: tuple[Name, ...]) -> Name:
+    """``name``, if it is one of ``known``."""
+    for candidate in known:
+        if candidate == name:
+            return candidate
+    raise typer.BadParameter(f"got {name!r}, expected one of {', '.join(known)}", param_hint=option)

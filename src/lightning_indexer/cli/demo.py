@@ -1,0 +1,172 @@
+"""The newcomer's first run: a batch of requests from planning to top-k, with keys planted that must be found."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from lightning_indexer.arch import arch_of
+from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
+from lightning_indexer.check.cases import flop, positions_in_windows
+from lightning_indexer.chunking import Chunk, Request, plan_chunks
+from lightning_indexer.fp8 import quantize_k, quantize_q
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.selection import registry as dispatch
+
+HEADS, HEAD_DIM, TOPK = 64, 128, 256
+REQUESTS = (Request(3072, 512), Request(1500, 200), Request(0, 300), Request(7168, 256), Request(0, 1))
+MAX_LOGITS_BYTES = 8 * 2**20
+NEEDLES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Packed queries of all requests, and each request's own keys."""
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    keys: list[torch.Tensor]
+    needles: list[tuple[int, int, int]]  # (request, row within it, key position)
+
+
+def run_demo(device: torch.device, picture: Path, seed: int, console: Console) -> bool:
+    """Runs the demo and prints it. True when every planted key was found in its query's top-k."""
+    batch = _make_batch(device, seed)
+    chunks = plan_chunks(REQUESTS, max_logits_bytes=MAX_LOGITS_BYTES)
+    console.print(
+        f"{len(REQUESTS)} requests, {sum(r.new for r in REQUESTS)} query rows, {sum(map(len, batch.keys))} keys,"
+        f" H={HEADS} D={HEAD_DIM} on {device}; logits under {MAX_LOGITS_BYTES >> 20} MiB a chunk\n",
+        highlight=False,
+    )
+    quantised = [quantize_k(keys) for keys in batch.keys]
+    q_fp8 = quantize_q(batch.q)
+    table = Table("chunk", "rows M", "keys N", "requests", "backend", "ms", "GFLOP/s", "in windows")
+    selected: dict[tuple[int, int], list[int]] = {}
+    widest: tuple[torch.Tensor, Chunk] | None = None
+    for index, chunk in enumerate(track(chunks, "scoring", console=console, transient=True)):
+        k_fp8 = torch.cat([quantised[s.request][0].view(torch.uint8) for s in chunk.slices]).view(torch.float8_e4m3fn)
+        kv_scale = torch.cat([quantised[s.request][1] for s in chunk.slices])
+        ks, ke = chunk.windows(device)
+        rows = slice(chunk.token_start, chunk.token_stop)
+        logits, seconds = _timed(q_fp8[rows], k_fp8, kv_scale, batch.weights[rows], ks, ke)
+        _collect(logits, chunk, selected)
+        problem = MqaLogitsProblem(chunk.rows, chunk.keys, HEADS, HEAD_DIM)
+        positions = positions_in_windows(ks, ke, chunk.keys)
+        table.add_row(
+            str(index), str(chunk.rows), str(chunk.keys), ", ".join(str(s.request) for s in chunk.slices),
+            dispatch.select(problem, arch_of(device)).name, f"{1e3 * seconds:.1f}",
+            f"{flop(HEADS, HEAD_DIM, positions) / seconds / 1e9:.0f}", f"{100 * positions / logits.numel():.0f}%",
+        )  # fmt: skip
+        if widest is None or len(chunk.slices) > len(widest[1].slices):
+            widest = (logits, chunk)
+    console.print(table)
+    found = sum(key in selected[request, row] for request, row, key in batch.needles)
+    console.print(
+        f"\nplanted keys found in the top-{TOPK} of their query: [bold]{found} / {len(batch.needles)}[/]"
+        f" (by chance {_chance(batch):.1f} would be)",
+        highlight=False,
+    )
+    assert widest is not None
+    _draw(*widest, batch, picture, console)
+    return found == len(batch.needles)
+
+
+def _make_batch(device: torch.device, seed: int) -> _Batch:
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(request.new for request in REQUESTS)
+    q = torch.randn(rows, HEADS, HEAD_DIM, generator=generator)
+    # The models' head gates are mostly positive; so is a query's interest in a key.
+    weights = torch.rand(rows, HEADS, generator=generator)
+    keys = [torch.randn(request.context + request.new, HEAD_DIM, generator=generator) for request in REQUESTS]
+    needles, first_row = [], 0
+    for index, request in enumerate(REQUESTS):
+        # Every query sees a planted key: it lies among the context, or among the request's first tokens.
+        for row in torch.randperm(request.new, generator=generator)[: NEEDLES // len(REQUESTS) + 1].tolist():
+            key = int(torch.randint(0, request.context + row + 1, (1,), generator=generator))
+            towards = torch.einsum("h,hd->d", weights[first_row + row], q[first_row + row])
+            keys[index][key] = 3.0 * HEAD_DIM**0.5 * towards / towards.norm()
+            needles.append((index, row, key))
+        first_row += request.new
+    # A later needle may have replaced an earlier one's key; keep those that stand.
+    standing = {(request, key): (request, row, key) for request, row, key in needles}
+    return _Batch(q.to(device), weights.to(device), [k.to(device) for k in keys], list(standing.values()))
+
+
+def _timed(
+    q: torch.Tensor, k: torch.Tensor, kv_scale: torch.Tensor, weights: torch.Tensor, ks: torch.Tensor, ke: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    fp8_mqa_logits(q, (k, kv_scale), weights, ks, ke)  # compiles, where the backend does
+    _synchronize(q.device)
+    start = time.perf_counter()
+    logits = fp8_mqa_logits(q, (k, kv_scale), weights, ks, ke)
+    _synchronize(q.device)
+    return logits, time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _collect(logits: torch.Tensor, chunk: Chunk, selected: dict[tuple[int, int], list[int]]) -> None:
+    """Top-k of each row, as positions in its own request; rows with fewer keys than k have fewer."""
+    scores, columns = logits.topk(min(TOPK, logits.shape[1]), dim=1)
+    columns = columns.masked_fill(torch.isneginf(scores), -1).cpu()
+    row = 0
+    for part in chunk.slices:
+        for inner in range(part.rows):
+            positions = columns[row] - part.key_start
+            selected[part.request, part.row_start + inner] = positions[columns[row] >= 0].tolist()
+            row += 1
+
+
+def _chance(batch: _Batch) -> float:
+    return sum(min(1.0, TOPK / (REQUESTS[request].context + row + 1)) for request, row, _ in batch.needles)
+
+
+def _draw(logits: torch.Tensor, chunk: Chunk, batch: _Batch, picture: Path, console: Console) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        console.print("no picture: pip install 'lightning-indexer\\[cli]' brings matplotlib")
+        return
+    scores = logits.float().cpu()
+    inside = scores.isfinite()
+    low, high = (float(scores[inside].quantile(at)) for at in (0.02, 0.98)) if inside.sum() < 2**24 else (0.0, 1.0)
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(
+        scores.masked_fill(~inside, float("nan")).numpy(), aspect="auto", interpolation="nearest", cmap="viridis",
+        vmin=low, vmax=high, extent=(0, scores.shape[1], scores.shape[0], 0),
+    )  # fmt: skip
+    axes.set_facecolor("#e8e8e8")
+    row = 0
+    for part in chunk.slices:
+        planted = [(r, k) for request, r, k in batch.needles if request == part.request]
+        planted = [(r, k) for r, k in planted if part.row_start <= r < part.row_stop]
+        axes.scatter(
+            [part.key_start + k + 0.5 for _, k in planted], [row + r - part.row_start + 0.5 for r, _ in planted], s=70,
+            facecolors="none", edgecolors="#d1495b", linewidths=1.4,
+        )  # fmt: skip
+        axes.annotate(
+            f"request {part.request}: {part.rows} rows, {part.keys} keys",
+            (part.key_start + 12, row + part.rows - 8),
+            va="bottom",
+            bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none"},
+        )
+        row += part.rows
+    axes.set(
+        xlabel="gathered key n",
+        ylabel="query row m",
+        title="Logits of one chunk: grey is outside the windows, circles are planted keys",
+    )
+    figure.colorbar(image, label="logit")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)
+    console.print(f"wrote {picture}", highlight=False)

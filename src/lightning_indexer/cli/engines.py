@@ -1,0 +1,145 @@
+"""Commands about engines: ``e2e`` runs a stack of layers with two backends, ``trace-diff`` compares kernel traces."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lightning_indexer.arch import Arch, arch_of
+from lightning_indexer.cli import common
+from lightning_indexer.cli.common import err
+from lightning_indexer.e2e import report, traces
+from lightning_indexer.e2e import run as runner
+from lightning_indexer.e2e.dims import MODELS
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.selection import registry as dispatch
+
+GPU_CONTEXTS, CPU_CONTEXTS = "32768,65536,131072", "1024,2048"
+GPU_STEP, CPU_STEP = 16384, 1024
+
+
+def e2e(
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: cuda where there is one.")] = None,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "glm-5.2",
+    context: Annotated[
+        str | None, typer.Option(help=f"Prompt lengths. Default: {GPU_CONTEXTS} on a GPU, {CPU_CONTEXTS} on a CPU.")
+    ] = None,
+    a: Annotated[
+        str | None, typer.Option("--a", help="Side A. Default: triton-portable; torch-blocked on a CPU.")
+    ] = None,
+    b: Annotated[
+        str | None, typer.Option("--b", help="Side B. Default: what the library chooses for each call's shape.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="full, or small: the indexer's own H and D in thin layers, the default on a CPU.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the stack. Default: by model.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Tokens of one prefill step.")] = None,
+    max_logits_mb: Annotated[int, typer.Option(min=1, help="Budget of one chunk's float32 logits, MiB.")] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each side, in turn: A B A B.")] = 2,
+    needles: Annotated[int, typer.Option(min=1, help="Planted tokens that later tokens ask for.")] = 16,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of each layer held against the float32 reference.")] = 64,
+    trace: Annotated[bool, typer.Option(help="Record a kernel trace of each side, and sum it by kernel.")] = True,
+    results: Annotated[Path, typer.Option(help="Folder for e2e.md, e2e.json and traces.")] = Path("results/e2e"),
+    seed: Annotated[int, typer.Option(help="Seed of weights, prompt and sampled rows.")] = 0,
+) -> None:
+    """Prefill a stack of sparse-attention layers with two backends in turn: TTFT, shares, needles, top-k, kernel trace.
+
+    Exit status 1 if a needle is lost or the selection differs from the float32 reference's by more than 0.1%.
+
+    Examples: `lightning-indexer e2e --device cpu --context 1024`,
+    `lightning-indexer e2e --device cuda --model glm-5.2 --context 32768,131072 --a triton-portable --b cuda-sm90`,
+    `lightning-indexer e2e --device cuda --model deepseek-v3.2 --layers 2 --repeats 3 --no-trace`
+    """
+    where = common.device(device)
+    on_gpu = where.type == "cuda"
+    dims = MODELS[common.one_of("--model", model, tuple(MODELS))]
+    size = common.one_of("--size", size or ("full" if on_gpu else "small"), ("full", "small"))
+    dims = dims.small() if size == "small" else dims
+    contexts = common.ints("--context", context or (GPU_CONTEXTS if on_gpu else CPU_CONTEXTS))
+    least = max(8, 4 * needles)
+    if min(contexts) < least:
+        raise typer.BadParameter(
+            f"got {min(contexts)} tokens, expected at least {least} for {needles} needles", param_hint="--context"
+        )
+    step = step or (GPU_STEP if on_gpu else CPU_STEP)
+    if max_logits_mb * 2**20 < 4 * max(contexts):
+        raise typer.BadParameter(
+            f"got {max_logits_mb} MiB, less than one row of {max(contexts)} logits", param_hint="--max-logits-mb"
+        )
+    sides = a or ("triton-portable" if on_gpu else "torch-blocked"), b
+    arch = arch_of(where)
+    budget = max_logits_mb * 2**20
+    calls = [call for context in contexts for call in runner.problems(dims, context, step, budget)]
+    ran = [_ran(option, name, arch, calls) for option, name in zip(("--a", "--b"), sides, strict=True)]
+    common.writable_folder("--results", results)
+    plan = runner.Plan(
+        dims=dims, layers=layers or dims.layers, contexts=tuple(contexts), backends=sides, step=step,
+        max_logits_bytes=budget, repeats=repeats, needles=needles, checked_rows=rows, seed=seed,
+        trace_folder=results if trace else None,
+    )  # fmt: skip
+    if ran[0] == ran[1]:
+        err.print(f"A and B are both {', '.join(ran[0])}: the ratios show how far two runs of one thing differ here")
+    from lightning_indexer.bench import environment
+
+    with common.progress() as progress:
+        task = progress.add_task("e2e", total=runner.steps(plan))
+
+        def begins(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        found = runner.run(plan, where, arch, begins)
+    facts = environment.record(where)
+    text = report.markdown(plan, found, facts, shlex.join(["lightning-indexer", *sys.argv[1:]]))
+    typer.echo(text)
+    paths = report.write(results, text, plan, found, facts)
+    err.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
+    failed = report.failures(found)
+    for line in failed:
+        err.print(f"FAIL {line}", markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def trace_diff(
+    a: Annotated[Path, typer.Argument(help="Trace of side A: torch.profiler's .json or .json.gz.")],
+    b: Annotated[Path, typer.Argument(help="Trace of side B.")],
+    group: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Regular expression; kernels whose names hold it are one row. Default: {traces.SCORING}."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=0, help="Kernels to list, largest difference first.")] = 30,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write every row here too.")] = None,
+) -> None:
+    """Two kernel traces, summed by kernel: launches, total time, ratio. Traces of vLLM and SGLang will do.
+
+    Examples: `lightning-indexer trace-diff results/e2e/a.json.gz results/e2e/b.json.gz`,
+    `lightning-indexer trace-diff a.pt.trace.json.gz b.pt.trace.json.gz --group '^(?!.*paged).*mqa_logits' --group topk`
+    """
+    if json_path is not None:
+        common.writable_file("--json", json_path)
+    with common.bad_parameter(None):
+        found = traces.diff(traces.load(a), traces.load(b), group or (traces.SCORING,))
+    typer.echo(f"A: {a}\nB: {b}\n")
+    typer.echo(report.trace_markdown(found, top))
+    for row in found.groups:
+        if not row.a.launches and not row.b.launches:
+            err.print(f"no kernel of either trace has a name with {row.name!r}", markup=False, highlight=False)
+    if json_path is not None:
+        json_path.write_text(json.dumps(report.trace_records(found), indent=1) + "\n")
+
+
+def _ran(option: str, name: str | None, arch: Arch, calls: list[MqaLogitsProblem]) -> dict[str, int]:
+    """What one side comes to, checked: it must run every one of the calls here."""
+    with common.bad_parameter(option):
+        if name is not None:
+            dispatch.get(name)
+        try:
+            return runner.ran(calls, arch, name)
+        except dispatch.BackendUnavailableError as error:
+            raise ValueError(str(error)) from None

@@ -1,0 +1,105 @@
+"""The order in which backends are tried, and why: one pure function an operation, no device, no import of a kernel.
+
+It decides by preference alone. Whether a backend can run the problem is its gate's answer, and whether it is installed
+is for the registry to find out. A threshold stands beside the kernel it belongs to; here it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from lightning_indexer.arch import Arch
+
+KERNELS_OFF = "kernels are switched off"
+FALLBACK = "torch-blocked"
+PORTABLE = "triton-portable"
+
+# (backend, arch) that this project has run and timed on hardware: an H200, and CPUs.
+MEASURED = frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")})
+
+# By operation and arch, what is tried before triton-portable and torch-blocked, which follow on every GPU.
+ORDER: dict[str, dict[str, tuple[str, ...]]] = {
+    "fp8_mqa_logits": {
+        "sm90": ("cuda-sm90",),
+        "gfx942": ("flydsl",),
+        "gfx950": ("hip-gfx950", "gluon-gfx950", "flydsl"),
+    },
+}
+
+WHY = {
+    "cuda-sm90": "written for Hopper",
+    "flydsl": "written for CDNA",
+    "triton-portable": "runs on every listed GPU",
+    "torch-blocked": "runs any shape on any device",
+}
+
+
+class Step(NamedTuple):
+    """One backend of the chain.
+
+    Attributes:
+        backend: its name in the registry.
+        why: why it stands here.
+        passed_over: None, or why this call does not try it, even where it could run.
+    """
+
+    backend: str
+    why: str
+    passed_over: str | None = None
+
+
+def chain(problem: Any, arch: Arch, *, kernels: bool = True) -> tuple[Step, ...]:
+    """What a call tries, first to last. The last one, torch-blocked, runs everything.
+
+    Args:
+        problem: the facts of the call; its ``operation`` says which line of ``ORDER`` holds.
+        arch: e.g. ``Arch.parse("gfx942")``; no such device is needed.
+        kernels: False passes over every backend but torch-blocked.
+    """
+    if arch.vendor == "cpu":
+        steps: tuple[Step, ...] = (Step(FALLBACK, "the one for CPUs"), Step(PORTABLE, "its interpreter, for tests"))
+    elif arch.vendor in ("nvidia", "amd"):
+        names = (*ORDER.get(problem.operation, {}).get(arch.name, ()), PORTABLE, FALLBACK)
+        steps = tuple(_step(name, problem) for name in names)
+    else:
+        steps = (Step(FALLBACK, WHY[FALLBACK]),)
+    if kernels:
+        return steps
+    return tuple(s if s.backend == FALLBACK else s._replace(passed_over=KERNELS_OFF) for s in steps)
+
+
+def _step(name: str, problem: Any) -> Step:
+    if (rule := _RULES.get((problem.operation, name))) is not None:
+        why, taken = rule(problem)
+        return Step(name, why, None if taken else f"{why}; this is {_shape(problem)}")
+    return Step(name, WHY.get(name, ""))
+
+
+def _hip_gfx950(problem: Any) -> tuple[str, bool]:
+    from lightning_indexer.backends.hip_gfx950.config import PREFERRED_HEAD_DIM, PREFERRED_HEADS, STREAM_RATIO
+
+    why = f"preferred where H={PREFERRED_HEADS}, D={PREFERRED_HEAD_DIM} and N >= {STREAM_RATIO} * M"
+    return why, (problem.heads, problem.head_dim) == (PREFERRED_HEADS, PREFERRED_HEAD_DIM) and (
+        problem.keys >= STREAM_RATIO * problem.rows
+    )
+
+
+def _gluon_gfx950(problem: Any) -> tuple[str, bool]:
+    from lightning_indexer.backends.gluon_gfx950.config import MANY_ROWS, PREFERRED_HEAD_DIM, PREFERRED_HEADS
+
+    why = f"preferred where H={PREFERRED_HEADS}, D={PREFERRED_HEAD_DIM} and M >= {MANY_ROWS}"
+    return why, (problem.heads, problem.head_dim) == (PREFERRED_HEADS, PREFERRED_HEAD_DIM) and (
+        problem.rows >= MANY_ROWS
+    )
+
+
+# Backends that are preferred at some shapes only: their rule in words, and whether it holds.
+_RULES: dict[tuple[str, str], Callable[[Any], tuple[str, bool]]] = {
+    ("fp8_mqa_logits", "hip-gfx950"): _hip_gfx950,
+    ("fp8_mqa_logits", "gluon-gfx950"): _gluon_gfx950,
+}
+
+
+def _shape(problem: Any) -> str:
+    return f"M={problem.rows} N={problem.keys} H={problem.heads} D={problem.head_dim}"
