@@ -1,11 +1,19 @@
-"""Top-k per row: the frozen facts of a call, what a backend is given, the checks every call passes, and the oracle."""
+"""Top-k per row: the facts of a call, the checks that every call passes once, and the reference.
+
+The k best of row m's candidates, the positions [start, end) clamped to [0, W], by one total order: score descending,
+then index ascending. NaN is no candidate.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from lightning_indexer.arch import Arch
+from lightning_indexer.problems.checks import as_int, check_tensor, contiguous_vector, plain_arithmetic, shape_of
+
+OPERATION = "top_k_per_row"
 IndexBase = Literal["row", "absolute", "offset", "page"]
 Order = Literal["index", "score", "any"]
 Tie = Literal["smaller", "larger"]
@@ -13,9 +21,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_K = 4096
 # Positions and slots are int32.
 MAX_WIDTH = 2**31 - 1
-
-# Keys of this many candidates are sorted at a time by the oracle (three int64 each).
-_ORACLE_ELEMENTS = 2**23
+# The reference sorts this many candidates at a time, by three int64 each.
+_REFERENCE_ELEMENTS = 2**23
 
 
 class TopKProblem(NamedTuple):
@@ -33,8 +40,6 @@ class TopKProblem(NamedTuple):
         page_size: positions of a page, 0 unless ``index_base`` is ``"page"``.
     """
 
-    operation = "top_k_per_row"
-
     rows: int
     width: int
     k: int
@@ -47,6 +52,22 @@ class TopKProblem(NamedTuple):
     ends: bool = True
     aligned: bool = True
     page_size: int = 0
+
+    @property
+    def operation(self) -> str:
+        return OPERATION
+
+    def adversarial(self, arch: Arch) -> TopKProblem:
+        """A small problem of the same k, dtype and options: rows longer than what any kernel holds at a time."""
+        return self._replace(rows=7, width=max(5003, 5 * self.k + 3))
+
+    def example(self, device: torch.device) -> TopKCall:
+        """A call of this problem with scores that are the same at each time, into results that no kernel writes."""
+        return _example(self, device)
+
+    def compare(self, call: TopKCall, expected: TopKCall) -> str | None:
+        """None, or in words how the result of ``call`` differs from that of ``expected``, both :meth:`example`."""
+        return _difference(self, call, expected)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -71,108 +92,136 @@ class TopKCall(NamedTuple):
     workspace: torch.Tensor | None = None
 
 
-def validate(
-    logits: torch.Tensor,
-    k: int,
-    row_starts: torch.Tensor | None,
-    row_ends: torch.Tensor | None,
-    *,
-    index_base: str,
-    offsets: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    page_size: int | None,
-    order: str,
-    tie: str,
-    values: torch.Tensor | None,
-    out: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-) -> None:
-    """Checks one call's arguments. Works on fake tensors too: it reads no values and no addresses.
+class TopKArguments(NamedTuple):
+    """The arguments of ``top_k_per_row``, in its order; ``values`` is a tensor, or whether to return them."""
+
+    logits: torch.Tensor
+    k: int
+    row_starts: torch.Tensor | None = None
+    row_ends: torch.Tensor | None = None
+    index_base: str = "row"
+    offsets: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    page_size: int | None = None
+    order: str = "index"
+    tie: str = "smaller"
+    values: torch.Tensor | bool | None = None
+    out: torch.Tensor | None = None
+    workspace: torch.Tensor | None = None
+    backend: str | None = None
+
+
+def validate(call: TopKArguments) -> TopKArguments:
+    """Checks one call's arguments; returns them normalised: vectors [M] and contiguous, ``values`` no longer None.
+
+    Works on fake tensors too: it reads shapes, strides, dtypes and devices, never values or addresses.
 
     Raises:
-        TypeError: an argument that is not a tensor, or has the wrong dtype or type.
+        TypeError: an argument that is not a dense tensor, or has the wrong dtype or type.
         ValueError: a wrong rank, shape, stride or device, an unknown option, or options that exclude each other.
     """
-    _check_tensor("logits", logits, DTYPES)
+    logits = call.logits
+    check_tensor("logits", logits, DTYPES)
     if logits.dim() != 2:
-        raise ValueError(f"logits: got shape {_shape(logits)}, expected 2 dimensions, [M, W]")
-    rows, width = logits.shape
-    if width > MAX_WIDTH:
-        raise ValueError(f"logits: got {width} columns, expected at most {MAX_WIDTH}: positions are int32")
+        raise ValueError(f"logits: got shape {shape_of(logits)}, expected 2 dimensions, [M, W]")
+    if logits.shape[1] > MAX_WIDTH:
+        raise ValueError(f"logits: got {logits.shape[1]} columns, expected at most {MAX_WIDTH}: positions are int32")
     _check_last_contiguous("logits", logits)
-    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
-        raise TypeError(f"k: got {type(k).__name__}, expected an int")
+    k: Any = as_int("k", call.k)
     if not 1 <= k <= MAX_K:
         raise ValueError(f"k: got {k}, expected 1 to {MAX_K}")
-    for option, given, known in (("index_base", index_base, IndexBase), ("order", order, Order), ("tie", tie, Tie)):
-        if given not in get_args(known):
-            raise ValueError(f"{option}: got {given!r}, expected one of {', '.join(get_args(known))}")
-    for name, vector in (("row_starts", row_starts), ("row_ends", row_ends), ("offsets", offsets)):
-        if vector is not None:
-            _check_vector(name, vector, rows, logits.device)
-    _check_base(index_base, offsets, page_table, page_size, rows, logits.device)
-    for name, result, dtype in (("out", out, torch.int32), ("values", values, torch.float32)):
-        if result is not None:
-            _check_result(name, result, dtype, rows, k, logits.device)
-    if workspace is not None:
-        _check_tensor("workspace", workspace, (torch.uint8,))
-        _check_device("workspace", workspace, logits.device)
-        if workspace.dim() != 1 or (workspace.numel() > 1 and workspace.stride(0) != 1):
-            raise ValueError(f"workspace: got shape {_shape(workspace)}, expected a contiguous tensor of 1 dimension")
+    known: tuple[tuple[str, str, object], ...] = (
+        ("index_base", call.index_base, IndexBase),
+        ("order", call.order, Order),
+        ("tie", call.tie, Tie),
+    )
+    for option, given, kinds in known:
+        if given not in get_args(kinds):
+            raise ValueError(f"{option}: got {given!r}, expected one of {', '.join(get_args(kinds))}")
+    call = call._replace(
+        k=k,
+        logits=logits.resolve_neg(),
+        row_starts=_vector("row_starts", call.row_starts, logits),
+        row_ends=_vector("row_ends", call.row_ends, logits),
+        offsets=_vector("offsets", call.offsets, logits),
+        values=False if call.values is None else call.values,
+    )
+    _check_base(call)
+    if call.out is not None:
+        _check_result("out", call.out, torch.int32, call)
+    if isinstance(call.values, torch.Tensor):
+        _check_result("values", call.values, torch.float32, call)
+    elif not isinstance(call.values, bool):
+        raise TypeError(f"values: got {type(call.values).__name__}, expected a bool or a torch.Tensor")
+    if call.workspace is not None:
+        check_tensor("workspace", call.workspace, (torch.uint8,))
+        _check_device("workspace", call.workspace, logits)
+        if call.workspace.dim() != 1 or not call.workspace.is_contiguous():
+            got = f"shape {shape_of(call.workspace)}, strides {tuple(call.workspace.stride())}"
+            raise ValueError(f"workspace: got {got}, expected one contiguous dimension, [bytes]")
+    return call
+
+
+def problem_of(call: TopKArguments) -> TopKProblem:
+    """The facts of a validated call."""
+    rows, width = call.logits.shape
+    return TopKProblem(
+        rows, width, call.k, call.logits.dtype, call.index_base, call.order, call.tie,  # type: ignore[arg-type]
+        values=call.values is not False, starts=call.row_starts is not None, ends=call.row_ends is not None,
+        aligned=is_aligned(call.logits), page_size=call.page_size or 0,
+    )  # fmt: skip
 
 
 def is_aligned(logits: torch.Tensor) -> bool:
     """True when every row starts on a 16-byte boundary."""
-    size = logits.element_size()
-    stride = logits.stride(0) * size if logits.shape[0] > 1 else 0
+    stride = logits.stride(0) * logits.element_size() if logits.shape[0] > 1 else 0
     return not (logits.data_ptr() | stride) & 15
 
 
-def _check_base(
-    index_base: str,
-    offsets: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    page_size: int | None,
-    rows: int,
-    device: torch.device,
-) -> None:
-    if (offsets is not None) != (index_base == "offset"):
-        state = "a tensor" if offsets is not None else "None"
-        raise ValueError(f"offsets: got {state} with index_base {index_base!r}, expected int32 [M] with 'offset' alone")
-    if (page_table is not None) != (index_base == "page"):
-        state = "a tensor" if page_table is not None else "None"
-        raise ValueError(
-            f"page_table: got {state} with index_base {index_base!r}, expected int32 [M, pages] with 'page' alone"
-        )
-    if page_table is None:
-        if page_size is not None:
-            raise ValueError(f"page_size: got {page_size} without a page_table, expected None")
+def _check_base(call: TopKArguments) -> None:
+    rows = call.logits.shape[0]
+    for name, tensor, base, shape in (
+        ("offsets", call.offsets, "offset", "[M]"),
+        ("page_table", call.page_table, "page", "[M, pages]"),
+    ):
+        if (tensor is not None) != (call.index_base == base):
+            got = "a tensor" if tensor is not None else "None"
+            raise ValueError(
+                f"{name}: got {got} with index_base {call.index_base!r}, expected int32 {shape} with {base!r} alone"
+            )
+    if call.page_table is None:
+        if call.page_size is not None:
+            raise ValueError(f"page_size: got {call.page_size} without a page_table, expected None")
         return
-    if isinstance(page_size, bool) or not isinstance(page_size, int):
-        raise TypeError(f"page_size: got {type(page_size).__name__}, expected an int with a page_table")
-    if page_size < 1:
-        raise ValueError(f"page_size: got {page_size}, expected at least 1")
-    _check_tensor("page_table", page_table, (torch.int32,))
-    _check_device("page_table", page_table, device)
-    if page_table.dim() != 2 or page_table.shape[0] != rows:
-        raise ValueError(f"page_table: got shape {_shape(page_table)}, expected [{rows}, pages]")
-    _check_last_contiguous("page_table", page_table)
+    if call.page_size is None:
+        raise TypeError("page_size: got None with a page_table, expected an int")
+    if as_int("page_size", call.page_size) < 1:
+        raise ValueError(f"page_size: got {call.page_size}, expected at least 1")
+    check_tensor("page_table", call.page_table, (torch.int32,))
+    _check_device("page_table", call.page_table, call.logits)
+    if call.page_table.dim() != 2 or call.page_table.shape[0] != rows:
+        raise ValueError(f"page_table: got shape {shape_of(call.page_table)}, expected [{rows}, pages]")
+    _check_last_contiguous("page_table", call.page_table)
 
 
-def _check_vector(name: str, vector: torch.Tensor, rows: int, device: torch.device) -> None:
-    _check_tensor(name, vector, (torch.int32,))
-    _check_device(name, vector, device)
-    if tuple(vector.shape) not in ((rows,), (rows, 1)):
-        raise ValueError(f"{name}: got shape {_shape(vector)}, expected [{rows}] or [{rows}, 1]")
-    if rows > 1 and vector.stride(0) != 1:
-        raise ValueError(f"{name}: got strides {tuple(vector.stride())}, expected a contiguous tensor")
+def _vector(name: str, vector: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor | None:
+    if vector is None:
+        return None
+    check_tensor(name, vector, (torch.int32,), f": pass {name}.to(torch.int32)")
+    _check_device(name, vector, logits)
+    rows = logits.shape[0]
+    flat = contiguous_vector(vector)
+    if flat.dim() != 1 or flat.shape[0] != rows:
+        raise ValueError(f"{name}: got shape {shape_of(vector)}, expected [{rows}] or [{rows}, 1]")
+    return flat.resolve_neg()
 
 
-def _check_result(name: str, result: torch.Tensor, dtype: torch.dtype, rows: int, k: int, device: torch.device) -> None:
-    _check_tensor(name, result, (dtype,))
-    _check_device(name, result, device)
-    if tuple(result.shape) != (rows, k):
-        raise ValueError(f"{name}: got shape {_shape(result)}, expected [{rows}, {k}]")
+def _check_result(name: str, result: torch.Tensor, dtype: torch.dtype, call: TopKArguments) -> None:
+    check_tensor(name, result, (dtype,))
+    _check_device(name, result, call.logits)
+    rows, k = call.logits.shape[0], call.k
+    if result.dim() != 2 or result.shape[0] != rows or result.shape[1] != k:
+        raise ValueError(f"{name}: got shape {shape_of(result)}, expected [{rows}, {k}]")
     _check_last_contiguous(name, result)
     if rows > 1 and result.stride(0) < k:
         raise ValueError(
@@ -180,25 +229,14 @@ def _check_result(name: str, result: torch.Tensor, dtype: torch.dtype, rows: int
         )
 
 
-def _check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: got {type(value).__name__}, expected a torch.Tensor")
-    if value.dtype not in dtypes:
-        raise TypeError(f"{name}: got dtype {value.dtype}, expected {' or '.join(str(dtype) for dtype in dtypes)}")
-
-
-def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, expected {device}, the device of logits")
+def _check_device(name: str, tensor: torch.Tensor, logits: torch.Tensor) -> None:
+    if tensor.device != logits.device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, expected {logits.device}, the device of logits")
 
 
 def _check_last_contiguous(name: str, tensor: torch.Tensor) -> None:
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: got strides {tuple(tensor.stride())}, expected a contiguous last dimension")
-
-
-def _shape(tensor: torch.Tensor) -> list[int]:
-    return list(tensor.shape)
 
 
 def windows(
@@ -264,14 +302,16 @@ def reference_top_k(
     order: Order = "index",
     tie: Tie = "smaller",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The oracle: sorts every row by one integer a candidate, row chunk by row chunk. No backend shares its selection.
+    """The reference: sorts every row by one integer a candidate, row chunk by row chunk.
+
+    No backend shares its selection.
 
     Arguments as in ``top_k_per_row``; ``order="any"`` gives ascending indices.
 
     Returns:
         Indices int32 [M, k], -1 in unused slots, and their scores float32 [M, k], ``-inf`` there.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with plain_arithmetic(logits.device):
         rows, width = logits.shape
         device = logits.device
         start, end = windows(rows, width, row_starts, row_ends, device)
@@ -283,7 +323,7 @@ def reference_top_k(
         position = torch.arange(width, device=device)
         # Low half of a candidate's integer: the better of two equal scores has the larger one.
         low = position if tie == "larger" else MAX_WIDTH - position
-        step = max(1, _ORACLE_ELEMENTS // width)
+        step = max(1, _REFERENCE_ELEMENTS // width)
         for first in range(0, rows, step):
             chunk = slice(first, min(first + step, rows))
             keys = order_keys(logits[chunk]).long()
@@ -300,3 +340,45 @@ def reference_top_k(
             result = rebase(found, chunk, start[chunk], index_base, offsets, page_table, page_size)
             indices[chunk, :kept] = result.to(torch.int32)
         return indices, values
+
+
+# A small call that is hard to get right, and its comparison: what a kernel has to pass on hardware it has not seen.
+
+
+def _example(problem: TopKProblem, device: torch.device) -> TopKCall:
+    rows, width, k = problem.rows, problem.width, problem.k
+    generator = torch.Generator("cpu").manual_seed(k)
+    scores = torch.randn((rows, width), generator=generator)
+    # Ties at the cut, plateaus, negative zeros, NaN and infinities; later rows repeat the kinds.
+    scores[1::7] = (scores[1::7] * 2).round()
+    scores[2::7] = torch.where(scores[2::7] > 1.5, scores[2::7], -0.0)
+    scores[3::7, ::2] = float("nan")
+    scores[4::7, k // 2 :] = float("-inf")
+    scores[5::7] = scores[5::7].sort(dim=1).values
+    # Rows that are not aligned start one element into rows that are.
+    wide = torch.zeros((rows, (width + 16) // 16 * 16), dtype=problem.dtype, device=device)
+    logits = wide[:, :width] if problem.aligned else wide[:, 1 : width + 1]
+    logits.copy_(scores)
+    row = torch.arange(rows)
+    pages = -(-width // problem.page_size) if problem.page_size else 0
+    table = torch.randperm(rows * pages, generator=generator).view(rows, pages).int().to(device)
+    return TopKCall(
+        logits,
+        (row % 3 * 5 - 2).int().to(device) if problem.starts else None,
+        (width + 1 - row % 4 * 3).int().to(device) if problem.ends else None,
+        (row * 1000).int().to(device) if problem.index_base == "offset" else None,
+        table if problem.index_base == "page" else None,
+        torch.full((rows, k), -2, dtype=torch.int32, device=device),
+        torch.full((rows, k), float("nan"), device=device) if problem.values else None,
+    )
+
+
+def _difference(problem: TopKProblem, call: TopKCall, expected: TopKCall) -> str | None:
+    found, right = call.indices, expected.indices
+    if problem.order == "any":
+        found, right = found.sort(dim=1).values, right.sort(dim=1).values
+    elif problem.values and not torch.equal(call.values, expected.values):  # type: ignore[arg-type]
+        return "values differ"
+    wrong = (found != right).any(dim=1)
+    count = int(wrong.sum())
+    return f"{count} of {problem.rows} rows differ, the first is {int(wrong.int().argmax())}" if count else None

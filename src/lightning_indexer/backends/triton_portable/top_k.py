@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import torch
 
 from lightning_indexer import envs
+from lightning_indexer.amd import launcher_for, simulates, triton_amd
+from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.triton_launch import device_guard
-from lightning_indexer.launcher import launcher_for, simulates
+from lightning_indexer.backends.triton_launch import device_guard, within_2gib
 from lightning_indexer.problems.top_k import TopKCall, TopKProblem
-from lightning_indexer.toolchain import triton_amd
-from lightning_indexer.toolchain.built import Built
 
 _WRITTEN = ("entries_ptr", "indices_ptr", "values_ptr")
 
@@ -72,8 +70,9 @@ def neighbours(problem: TopKProblem, arch: Arch) -> list[TopKConfig]:
     return [chosen, *(config for config in dict.fromkeys(others) if config != chosen)]
 
 
-class TritonTopK:
-    """The kernel of ``top_k_per_row``."""
+class TopK:
+    config = staticmethod(heuristic)
+    neighbours = staticmethod(neighbours)
 
     def supports(self, problem: TopKProblem, arch: Arch) -> str | None:
         if arch.vendor == "cpu" and not envs.triton_interprets():
@@ -82,27 +81,14 @@ class TritonTopK:
             return f"{arch.name} is not a known arch; Triton needs NVIDIA sm80 or newer, or AMD gfx90a or newer"
         return None
 
-    def missing(self) -> str | None:
-        if importlib.util.find_spec("triton") is None:
-            return "Triton is not installed: pip install 'lightning-indexer[triton]'"
-        return None
-
-    def prepare(self, problem: TopKProblem, arch: Arch) -> TopKLaunch:
-        return TopKLaunch(problem, arch, heuristic(problem, arch))
-
-    def candidates(self, problem: TopKProblem, arch: Arch) -> list[tuple[object, TopKLaunch]]:
-        return [(config, TopKLaunch(problem, arch, config)) for config in neighbours(problem, arch)]
-
-    def workspace_bytes(self, problem: TopKProblem, arch: Arch) -> int:
-        """What a call may bring along; without, its launch allocates as much."""
-        return self.prepare(problem, arch).workspace_bytes
+    def launch(self, problem: TopKProblem, arch: Arch, config: TopKConfig) -> TopKLaunch:
+        return TopKLaunch(problem, arch, config)
 
     def build(self, problem: TopKProblem, arch: Arch) -> Built:
-        """The kernel of this problem for an AMD arch, compiled without a device; the first launch where it is split."""
-        launch = self.prepare(problem, arch)
-        call = call_like(problem)
+        """The kernel of this problem for an AMD arch, compiled without a device; the first launch of two."""
+        launch = TopKLaunch(problem, arch, heuristic(problem, arch))
         workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8, device="meta")
-        return launch.build(launch.passes(call, workspace)[0])
+        return launch.build(launch.passes(call_like(problem), workspace)[0])
 
 
 class TopKLaunch:
@@ -120,10 +106,12 @@ class TopKLaunch:
         self.options = {"num_warps": config.num_warps, "num_stages": 1, "enable_fp_fusion": True}
         if arch.vendor == "nvidia" and config.registers:
             self.options["maxnreg"] = config.registers
+        # Compiled kernels by what Triton specialises on.
+        self.compiled: dict[object, Any] = {}
 
     def __call__(self, call: TopKCall) -> None:
         workspace = call.workspace
-        if workspace is None or workspace.numel() < self.workspace_bytes:
+        if workspace is None:
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=call.logits.device)
         for launch in self.passes(call, workspace):
             self._launch(launch, call.logits.device)
@@ -201,8 +189,22 @@ class TopKLaunch:
             block = 64 * self.config.num_warps
             launcher_for(device).launch(built, self.grid, block, given, outputs=_WRITTEN)
             return
-        with device_guard(device), triton_amd.repaired(self.arch.name):
-            kernel[self.grid](**arguments, **self.options)
+        key = (device, arguments["SPLITS"], arguments["MERGE"], *map(self._specialised, arguments.values()))
+        with device_guard(device):
+            if (compiled := self.compiled.get(key)) is not None:
+                # Half the host time of the line below, which looks at every argument to find the same kernel.
+                compiled[self.grid](*arguments.values())
+                return
+            with triton_amd.repaired(self.arch.name):
+                compiled = kernel[self.grid](**arguments, **self.options)
+            if compiled is not None:  # the interpreter has nothing to keep
+                self.compiled[key] = compiled
+
+    def _specialised(self, value: Any) -> object:
+        """What Triton specialises on beside types: addresses and strides on 16, a 1, 64 bits, AMD's 2 GiB."""
+        if isinstance(value, torch.Tensor):
+            return value.data_ptr() % 16 == 0, self.arch.vendor == "amd" and within_2gib(value)
+        return (value % 16 == 0, value == 1, value < 2**31) if isinstance(value, int) else None
 
 
 def call_like(problem: TopKProblem) -> TopKCall:
