@@ -1,19 +1,22 @@
-"""Top-k per row in PyTorch.
+"""Top-k per row in PyTorch and, on a CPU, NumPy.
 
-On a CPU each thread takes rows one by one. A rank in an even sample of the row gives a gate that somewhat more than k
+On a CPU each thread takes blocks of rows. A rank in an even sample of a row gives a gate that somewhat more than k
 scores reach, most likely; the positions that reach it are listed in one pass, and the exact cut is found among their
-scores. Where the guess misses, the cut is found among all of them. Ties at the cut go by position.
+scores. Where the guess misses, the cut of all of the row's scores is the gate. Ties at the cut go by position. NumPy's
+comparisons, sorts and lists take a third of the time of PyTorch's there.
 
-On a GPU, and on a CPU where rows are short, whole blocks of rows are selected by one integer a candidate, with no
-value read back: the fallback where no kernel runs.
+On a GPU, on a CPU where rows are short, and without NumPy, blocks of rows are selected by one integer a candidate, with
+no value read back: the fallback where no kernel runs.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +24,11 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.backends.torch_blocked.mqa_logits import _pool
 from lightning_indexer.problems.checks import plain_arithmetic
 from lightning_indexer.problems.top_k import MAX_WIDTH, TopKCall, TopKProblem, order_keys, rebase, windows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
 
 _NO_CANDIDATE = torch.iinfo(torch.int64).min
 
@@ -30,26 +38,30 @@ class TopKBlocks:
     """How rows are worked on.
 
     Attributes:
-        row_by_row: one row at a time, a thread each; else blocks of rows.
-        sample: scores that a row's gate is guessed from.
+        spacing: columns between two scores of the sample that a row's gate is guessed from; 0 guesses none.
         block_elements: candidates of a block of rows.
     """
 
-    row_by_row: bool
-    sample: int
+    spacing: int
     block_elements: int
 
 
 def heuristic(problem: TopKProblem, arch: Arch) -> TopKBlocks:
-    """A CPU block's integers stay in cache; a GPU block fills the device (128 MiB of them)."""
-    cpu = arch.vendor == "cpu"
-    return TopKBlocks(cpu and problem.width > 2048, 2048, 2**16 if cpu else 2**24)
+    """A CPU block is large enough that threads do not wait for Python, a GPU block fills the device (128 MiB)."""
+    if arch.vendor != "cpu":
+        return TopKBlocks(0, 2**24)
+    if importlib.util.find_spec("numpy") is None:
+        return TopKBlocks(0, 2**16)
+    # At least 128 of the sample lie above the cut: the gate is 1.4 k then.
+    return TopKBlocks(max(1, min(16, problem.k // 64)), 2**19)
 
 
 def neighbours(problem: TopKProblem, arch: Arch) -> list[TopKBlocks]:
     """What a tuning run measures: the heuristic's choice first, then those around it."""
     chosen = heuristic(problem, arch)
-    return [chosen, *(replace(chosen, sample=sample) for sample in (1024, 4096))]
+    others = [replace(chosen, block_elements=chosen.block_elements * factor // 4) for factor in (1, 2, 8, 16)]
+    others += [replace(chosen, spacing=spacing) for spacing in (8, 32) if chosen.spacing]
+    return [chosen, *(config for config in others if config != chosen)]
 
 
 class TopK:
@@ -66,95 +78,123 @@ class TopK:
 
 
 def _run(problem: TopKProblem, config: TopKBlocks, call: TopKCall) -> None:
-    logits = call.logits
-    with plain_arithmetic(logits.device):
-        start, end = windows(problem.rows, problem.width, call.row_starts, call.row_ends, logits.device)
-        if not config.row_by_row:
-            step = max(1, config.block_elements // max(1, problem.width))
+    step = max(1, config.block_elements // max(1, problem.width))
+    with plain_arithmetic(call.logits.device):
+        start, end = windows(problem.rows, problem.width, call.row_starts, call.row_ends, call.logits.device)
+        if not config.spacing:
             for row in range(0, problem.rows, step):
                 _block(problem, call, slice(row, min(row + step, problem.rows)), start, end)
             return
-        threads = min(torch.get_num_threads(), problem.rows)
-        starts, ends = start.tolist(), end.tolist()
-        work = functools.partial(_rows, problem, config, call, starts, ends, torch.is_inference_mode_enabled())
-        # Interleaved: under a causal mask rows grow.
-        parts = [range(part, problem.rows, 4 * threads) for part in range(min(4 * threads, problem.rows))]
-        if threads <= 1:
-            work(range(problem.rows))
+        threads = torch.get_num_threads()
+        step = max(1, min(step, -(-problem.rows // threads)))
+        work = functools.partial(_gated, problem, config, call, start, end, step, torch.is_inference_mode_enabled())
+        rows = range(0, problem.rows, step)
+        if threads == 1 or len(rows) == 1:
+            for row in rows:
+                work(row)
         else:
-            list(_pool(torch.get_num_threads()).map(work, parts))  # list() raises what a part raised
+            list(_pool(threads).map(work, rows))  # list() raises what a block raised
 
 
-def _rows(
+def _gated(
     problem: TopKProblem,
     config: TopKBlocks,
     call: TopKCall,
-    starts: list[int],
-    ends: list[int],
+    start: torch.Tensor,
+    end: torch.Tensor,
+    step: int,
     inference: bool,
-    rows: range,
+    row: int,
 ) -> None:
     with torch.inference_mode() if inference else torch.no_grad():  # modes are per thread
-        for m in rows:
-            found, scores = _best(problem, config, call.logits[m, starts[m] : ends[m]].float())
-            count = found.shape[0]
-            indices = call.indices[m]
-            indices[count:] = -1
-            indices[:count] = _index(problem, call, m, starts[m], found)
-            if call.values is not None:
-                call.values[m, :count] = scores
-                call.values[m, count:] = float("-inf")
+        rows = slice(row, min(row + step, problem.rows))
+        found, scores = _best(problem, config.spacing, call.logits[rows], start[rows], end[rows])
+        call.indices[rows] = rebase(
+            found, rows, start[rows], problem.index_base, call.offsets, call.page_table, problem.page_size
+        ).to(torch.int32)
+        if call.values is not None:
+            call.values[rows] = scores
 
 
-def _best(problem: TopKProblem, config: TopKBlocks, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets of the best of one row's candidates, at most k, and their scores, in the call's order."""
-    k = problem.k
-    gate = _gate(k, config.sample, scores)
-    reach = (scores >= gate).nonzero()[:, 0]  # no NaN does
-    if reach.shape[0] < k and gate != -math.inf:
-        valid = scores[~scores.isnan()]
-        gate = valid.kthvalue(valid.shape[0] - k + 1).values.item() if valid.shape[0] > k else -math.inf
-        reach = (scores >= gate).nonzero()[:, 0]
-    listed = scores[reach]
-    if reach.shape[0] > k:
-        cut = listed.kthvalue(reach.shape[0] - k + 1).values
-        taken = listed > cut
-        ties = (listed == cut).nonzero()[:, 0]
-        need = k - int(taken.sum())
-        taken[ties[:need] if problem.tie == "smaller" else ties[ties.shape[0] - need :]] = True
+def _best(
+    problem: TopKProblem, spacing: int, logits: torch.Tensor, start: torch.Tensor, end: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, k] positions, int64, -1 where there are fewer, and their scores, float32, ``-inf`` there."""
+    import numpy as np
+
+    rows, k = logits.shape[0], problem.k
+    first, last = int(start.min()), int(end.max())
+    scores = logits[:, first:last].float()
+    lo, hi = (start - first).numpy()[:, None], (end - first).numpy()[:, None]
+    reach, listed, counts = _list(scores, lo, hi, k, spacing)
+
+    # The exact cut of every row, among what is listed of it.
+    taken = np.ones(listed.shape, dtype=bool)
+    if int(counts.max(initial=0)) > k:
+        slots = np.arange(counts.max())
+        table = np.full((rows, slots.size), -np.inf, dtype=np.float32)
+        table[slots < counts[:, None]] = listed
+        table.sort(axis=1)
+        cut = np.where(counts > k, table[:, -k], np.float32(-np.inf))
+        taken = listed >= np.repeat(cut, counts)
+        stop = np.cumsum(counts)
+        for row in np.flatnonzero(np.add.reduceat(taken, stop[counts > 0] - counts[counts > 0], dtype=int) > k):
+            row = np.flatnonzero(counts)[row]
+            part = slice(stop[row] - counts[row], stop[row])
+            ties = np.flatnonzero(listed[part] == cut[row])
+            surplus = int(taken[part].sum()) - k
+            taken[part][ties[ties.size - surplus :] if problem.tie == "smaller" else ties[:surplus]] = False
         reach, listed = reach[taken], listed[taken]
+        counts = np.minimum(counts, k)
+
+    filled = np.arange(k) < counts[:, None]
+    found: Array = np.full((rows, k), -1, dtype=np.int64)
+    values: Array = np.full((rows, k), -np.inf, dtype=np.float32)
+    found[filled] = reach % max(1, last - first) + first
+    values[filled] = listed
     if problem.order == "score":
-        if problem.tie == "larger":
-            reach, listed = reach.flip(0), listed.flip(0)
-        listed, order = listed.sort(descending=True, stable=True)
-        reach = reach[order]
-    return reach, listed
+        step = 1 if problem.tie == "smaller" else -1
+        # NaN sorts behind everything: unused slots stay last.
+        order = np.argsort(np.where(filled, -values, np.float32("nan"))[:, ::step], axis=1, kind="stable")
+        found, values = (np.take_along_axis(table[:, ::step], order, axis=1) for table in (found, values))
+    return torch.from_numpy(found), torch.from_numpy(values)
 
 
-def _gate(k: int, size: int, scores: torch.Tensor) -> float:
-    """A score that somewhat more than k of the candidates reach, most likely: a rank in an even sample."""
-    count = scores.shape[0]
-    if count <= 2 * k:
-        return -math.inf
-    sample = scores[:: max(1, count // size)].nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+def _list(table: torch.Tensor, lo: Array, hi: Array, k: int, spacing: int) -> tuple[Array, Array, Array]:
+    """Of a block [rows, width], flat and in order: what reaches each row's gate, its scores, and how many a row.
+
+    All of the row's candidates where they are at most k, else at least k of them.
+    """
+    import numpy as np
+
+    rows, width = table.shape
+    stride = table.stride(0) if rows > 1 else width
+    scores = table.numpy()
+    column = np.arange(width)
+    same = bool((lo == 0).all() and (hi == width).all())
+    sample = np.fmax(scores[:, ::spacing], np.float32(-np.inf))  # NaN is below everything
+    if not same:
+        inside = (column[::spacing] >= lo) & (column[::spacing] < hi)
+        sample[~inside] = -np.inf
     # Expected rank of the k-th best; four standard deviations of the count below the gate on top of it.
-    expected = k * sample.shape[0] / count
-    rank = int((2 + math.sqrt(4 + expected)) ** 2) + 1
-    if rank >= sample.shape[0]:
-        return -math.inf
-    return float(sample.kthvalue(sample.shape[0] - rank + 1).values)
-
-
-def _index(problem: TopKProblem, call: TopKCall, m: int, start: int, found: torch.Tensor) -> torch.Tensor:
-    if problem.index_base == "absolute":
-        return found + start
-    if problem.index_base == "offset":
-        assert call.offsets is not None
-        return found + call.offsets[m]
-    if problem.index_base == "page":
-        assert call.page_table is not None
-        return call.page_table[m][found // problem.page_size] * problem.page_size + found % problem.page_size
-    return found
+    rank = int((2 + math.sqrt(4 + k / spacing)) ** 2) + 1
+    gate = np.full((rows, 1), -np.inf, dtype=np.float32)
+    if rank <= sample.shape[1]:
+        sample.sort(axis=1)
+        gate = sample[:, -rank, None]
+    reach = scores >= gate  # no NaN does
+    if not same:
+        reach &= (column >= lo) & (column < hi)
+    counts = np.count_nonzero(reach, axis=1)
+    for row in np.flatnonzero((counts < k) & (gate[:, 0] > -np.inf)):
+        part = scores[row, lo[row, 0] : hi[row, 0]]
+        valid = part[~np.isnan(part)]
+        exact = np.partition(valid, valid.size - k)[valid.size - k] if valid.size > k else np.float32(-np.inf)
+        reach[row] = (scores[row] >= exact) & (column >= lo[row, 0]) & (column < hi[row, 0])
+        counts[row] = np.count_nonzero(reach[row])
+    flat = np.flatnonzero(reach)
+    storage = table.as_strided((max(0, (rows - 1) * stride + width),), (1,)).numpy()
+    return flat, storage[flat + np.repeat(np.arange(rows) * (stride - width), counts)], counts
 
 
 def _block(problem: TopKProblem, call: TopKCall, rows: slice, start: torch.Tensor, end: torch.Tensor) -> None:
