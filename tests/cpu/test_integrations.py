@@ -184,5 +184,5 @@ def test_vllm_on_rocm(inputs, windows, column):
 def test_aiter_errors_use_the_names_of_the_library(inputs, windows):
     with pytest.raises(TypeError, match=r"^cu_seqlen_ks: got dtype torch.int64, expected torch.int32"):
         aiter.fp8_mqa_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, windows[0].long(), windows[1])
-    with pytest.raises(TypeError, match=r"^kv: got Tensor, expected the pair \(k, kv_scale\)"):
+    with pytest.raises(TypeError, match=r"^kv: got one tensor, expected the pair \(k, kv_scale\)"):
         aiter.rocm_fp8_mqa_logits(inputs.q_fp8, inputs.k_fp8, inputs.weights, *windows)
