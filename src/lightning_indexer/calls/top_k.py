@@ -85,7 +85,7 @@ def top_k_per_row(
         logits, k, row_starts, row_ends, index_base, offsets, page_table, page_size, order, tie, values, out, workspace,
         backend,
     )  # fmt: skip
-    if common.needs_operator(_tensors(call)):
+    if common.is_seen() or common.needs_operator(_tensors(call)):
         return _through_operator(call)
     return _run(call)
 
@@ -244,14 +244,14 @@ def _empty(logits: torch.Tensor, k: int, values: bool) -> tuple[torch.Tensor, to
 
 
 def _through_operator(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    common.refuse(OPERATION, _tensors(call))
+    if not torch.compiler.is_compiling():
+        common.refuse(OPERATION, _tensors(call))
     with torch.no_grad():
         if call.out is None and call.workspace is None and not isinstance(call.values, torch.Tensor):
             indices, scores = _operator(*call[:10], call.values is True, call.backend)
             return (indices, scores) if call.values is True else indices
-        call = validate(call)
         new_indices, new_scores = _empty(call.logits, call.k, call.values is True)
         out = new_indices if call.out is None else call.out
-        values = call.values if isinstance(call.values, torch.Tensor) else new_scores if call.values else None
+        values = call.values if isinstance(call.values, torch.Tensor) else new_scores if call.values is True else None
         _operator_out(*call[:10], values, out, call.workspace, call.backend)
         return out if values is None else (out, values)

@@ -1,7 +1,7 @@
 """Selection calls of vLLM, SGLang and AITER, by their argument orders. Each writes or returns what its engine expects.
 
-All of them: float32 logits (here bfloat16 and float16 too), int32 indices, ``-1`` in unused slots. The engines leave the
-order of a row's indices open; here it is ascending, with ties to the smaller index.
+All of them: float32 logits (here bfloat16 and float16 too), int32 indices, ``-1`` in unused slots. The engines leave
+the order of a row's indices open; here it is ascending, with ties to the smaller index.
 """
 
 from __future__ import annotations
@@ -198,9 +198,7 @@ def sglang_topk_transform_paged(
         row = torch.arange(rows, device=score.device, dtype=torch.int32)
         table = table[torch.searchsorted(cu_seqlens_q[1:], row, right=True).clamp_(max=requests - 1)]
     ends = _ends(lengths, row_starts)
-    return _indices(
-        top_k_per_row(score, topk, row_starts, ends, index_base="page", page_table=table, page_size=1)
-    )
+    return _indices(top_k_per_row(score, topk, row_starts, ends, index_base="page", page_table=table, page_size=1))
 
 
 def _rows(logits: torch.Tensor, rows: int, stride0: int, stride1: int) -> torch.Tensor:
@@ -215,13 +213,16 @@ def _rows(logits: torch.Tensor, rows: int, stride0: int, stride1: int) -> torch.
 
 
 def _lengths(seq_lens: torch.Tensor, next_n: int, rows: int) -> torch.Tensor:
-    """[rows] int32 candidates of each row of a decode step."""
-    if seq_lens.numel() >= rows:
-        return seq_lens.reshape(-1)[:rows]
-    if seq_lens.numel() * next_n < rows:
-        raise ValueError(f"seq_lens: got {seq_lens.numel()} lengths, expected {rows} / {next_n} or one for each row")
-    token = torch.arange(next_n, device=seq_lens.device, dtype=torch.int32)
-    return (seq_lens.reshape(-1, 1) - (next_n - 1) + token).reshape(-1)[:rows]
+    """[rows] int32 candidates of each row of a decode step: given, or derived from one length a sequence."""
+    count = seq_lens.numel()
+    if count * next_n == rows and seq_lens.dim() == 1 and next_n > 1:
+        token = torch.arange(next_n, device=seq_lens.device, dtype=torch.int32)
+        return (seq_lens[:, None] - (next_n - 1) + token).reshape(-1)
+    if count != rows:
+        raise ValueError(
+            f"seq_lens: got {count} lengths, expected {rows // next_n}, one a sequence, or {rows}, one a row"
+        )
+    return seq_lens.reshape(-1)
 
 
 def _ends(lengths: torch.Tensor, row_starts: torch.Tensor | None) -> torch.Tensor:

@@ -210,7 +210,7 @@ def _vector(name: str, vector: torch.Tensor | None, logits: torch.Tensor) -> tor
     check_tensor(name, vector, (torch.int32,), f": pass {name}.to(torch.int32)")
     _check_device(name, vector, logits)
     rows = logits.shape[0]
-    flat = contiguous_vector(vector)
+    flat = contiguous_vector(vector, rows)
     if flat.dim() != 1 or flat.shape[0] != rows:
         raise ValueError(f"{name}: got shape {shape_of(vector)}, expected [{rows}] or [{rows}, 1]")
     return flat.resolve_neg()

@@ -193,7 +193,7 @@ def _list(table: torch.Tensor, lo: Array, hi: Array, k: int, spacing: int) -> tu
         reach[row] = (scores[row] >= exact) & (column >= lo[row, 0]) & (column < hi[row, 0])
         counts[row] = np.count_nonzero(reach[row])
     flat = np.flatnonzero(reach)
-    storage = table.as_strided((max(0, (rows - 1) * stride + width),), (1,)).numpy()
+    storage = table.as_strided(((rows - 1) * stride + width if width else 0,), (1,)).numpy()
     return flat, storage[flat + np.repeat(np.arange(rows) * (stride - width), counts)], counts
 
 
