@@ -52,8 +52,8 @@ def heuristic(problem: TopKProblem, arch: Arch) -> TopKBlocks:
         return TopKBlocks(0, 2**24)
     if importlib.util.find_spec("numpy") is None:
         return TopKBlocks(0, 2**16)
-    # At least 128 of the sample lie above the cut: the gate is 1.4 k then.
-    return TopKBlocks(max(1, min(16, problem.k // 64)), 2**19)
+    # A sample of 1024, of which at least 32 lie above the cut: the gate is at most 2 k then.
+    return TopKBlocks(max(1, min(problem.width // 1024, problem.k // 32)), 2**20)
 
 
 def neighbours(problem: TopKProblem, arch: Arch) -> list[TopKBlocks]:
@@ -134,7 +134,7 @@ def _best(
         slots = np.arange(counts.max())
         table = np.full((rows, slots.size), -np.inf, dtype=np.float32)
         table[slots < counts[:, None]] = listed
-        table.sort(axis=1)
+        table.partition(slots.size - k, axis=1)
         cut = np.where(counts > k, table[:, -k], np.float32(-np.inf))
         taken = listed >= np.repeat(cut, counts)
         stop = np.cumsum(counts)
@@ -148,10 +148,11 @@ def _best(
         counts = np.minimum(counts, k)
 
     filled = np.arange(k) < counts[:, None]
-    found: Array = np.full((rows, k), -1, dtype=np.int64)
-    values: Array = np.full((rows, k), -np.inf, dtype=np.float32)
-    found[filled] = reach % max(1, last - first) + first
-    values[filled] = listed
+    column = reach - np.repeat(np.arange(rows) * max(1, last - first), counts) + first
+    found: Array = column.reshape(rows, k) if filled.all() else np.full((rows, k), -1, dtype=np.int64)
+    values: Array = listed.reshape(rows, k) if filled.all() else np.full((rows, k), -np.inf, dtype=np.float32)
+    if not filled.all():
+        found[filled], values[filled] = column, listed
     if problem.order == "score":
         step = 1 if problem.tie == "smaller" else -1
         # NaN sorts behind everything: unused slots stay last.
@@ -172,7 +173,7 @@ def _list(table: torch.Tensor, lo: Array, hi: Array, k: int, spacing: int) -> tu
     scores = table.numpy()
     column = np.arange(width)
     same = bool((lo == 0).all() and (hi == width).all())
-    sample = np.fmax(scores[:, ::spacing], np.float32(-np.inf))  # NaN is below everything
+    sample = scores[:, ::spacing].copy()
     if not same:
         inside = (column[::spacing] >= lo) & (column[::spacing] < hi)
         sample[~inside] = -np.inf
@@ -180,19 +181,27 @@ def _list(table: torch.Tensor, lo: Array, hi: Array, k: int, spacing: int) -> tu
     rank = int((2 + math.sqrt(4 + k / spacing)) ** 2) + 1
     gate = np.full((rows, 1), -np.inf, dtype=np.float32)
     if rank <= sample.shape[1]:
-        sample.sort(axis=1)
+        sample.partition(sample.shape[1] - rank, axis=1)
         gate = sample[:, -rank, None]
+        if np.isnan(sample).any():
+            # NaN sorts above everything and is below it.
+            sample[np.isnan(sample)] = -np.inf
+            sample.partition(sample.shape[1] - rank, axis=1)
     reach = scores >= gate  # no NaN does
     if not same:
         reach &= (column >= lo) & (column < hi)
-    counts = np.count_nonzero(reach, axis=1)
-    for row in np.flatnonzero((counts < k) & (gate[:, 0] > -np.inf)):
+    flat = np.flatnonzero(reach)
+    bounds = np.arange(rows + 1) * width
+    counts = np.diff(np.searchsorted(flat, bounds))
+    missed = np.flatnonzero((counts < k) & (gate[:, 0] > -np.inf))
+    for row in missed:
         part = scores[row, lo[row, 0] : hi[row, 0]]
         valid = part[~np.isnan(part)]
         exact = np.partition(valid, valid.size - k)[valid.size - k] if valid.size > k else np.float32(-np.inf)
         reach[row] = (scores[row] >= exact) & (column >= lo[row, 0]) & (column < hi[row, 0])
-        counts[row] = np.count_nonzero(reach[row])
-    flat = np.flatnonzero(reach)
+    if missed.size:
+        flat = np.flatnonzero(reach)
+        counts = np.diff(np.searchsorted(flat, bounds))
     storage = table.as_strided(((rows - 1) * stride + width if width else 0,), (1,)).numpy()
     return flat, storage[flat + np.repeat(np.arange(rows) * (stride - width), counts)], counts
 
