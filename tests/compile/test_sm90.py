@@ -14,7 +14,7 @@ import torch
 
 from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.cuda_sm90.config import PAIRS, SHARED_LIMIT, THREADS, KernelConfig, heuristic
-from lightning_indexer.backends.cuda_sm90.mqa_logits import HEAD_DIMS, HEADS, SOURCE, CudaSm90
+from lightning_indexer.backends.cuda_sm90.mqa_logits import HEAD_DIMS, HEADS, SOURCE, MqaLogits
 from lightning_indexer.cuda import nvrtc
 
 REGISTERS_PER_MULTIPROCESSOR = 65536
@@ -144,7 +144,7 @@ def test_config_is_pure_and_frozen(heads):
 
 
 def test_gate():
-    backend = CudaSm90()
+    backend = MqaLogits()
     good = MqaLogitsProblem(4096, 32768, 64, 128)
     assert backend.supports(good, SM90) is None
     assert "needs sm90" in backend.supports(good, Arch.parse("sm100"))

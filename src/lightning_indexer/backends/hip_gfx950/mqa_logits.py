@@ -52,8 +52,8 @@ class MqaLogits:
     def supports(self, problem: MqaLogitsProblem, arch: Arch) -> str | None:
         if arch.name != "gfx950":
             return f"needs gfx950 (MI350X, MI355X), this is {arch.name}"
-        if (reason := unsupported_shape(problem, HEADS, HEAD_DIMS)) is not None:
-            return reason
+        if not is_supported(problem.heads, problem.head_dim):
+            return unsupported_shape(problem, HEADS, HEAD_DIMS)
         if problem.compressed:
             return "compressed logits are not built: a pair of rows would start at different columns"
         if problem.out_dtype is not torch.float32:
