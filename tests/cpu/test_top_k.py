@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from helpers import CPU, INT32_MAX, INT32_MIN, int32
 from lightning_indexer import Arch
 from lightning_indexer.backends.torch_blocked import top_k as torch_blocked
+from lightning_indexer.calls import common
 from lightning_indexer.calls.top_k import top_k_per_row, top_k_workspace_bytes
 from lightning_indexer.check.top_k import Case, Inputs, cases, make_inputs, run_case
 from lightning_indexer.problems.top_k import MAX_K, TopKCall, TopKProblem, order_keys, reference_top_k
@@ -146,6 +147,9 @@ def test_modes_of_the_caller(mode):
             torch.set_default_dtype(torch.float32)
     else:
         logits.requires_grad_()
+        common._WARNED.discard("top_k_per_row")
+        with pytest.warns(UserWarning, match="top_k_per_row: an operand requires grad"):
+            top_k_per_row(logits, 300)
         results = reference_top_k(logits, 300), top_k_per_row(logits, 300, values=True)
     for indices, values in results:
         assert indices.dtype == torch.int32

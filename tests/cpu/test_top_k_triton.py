@@ -94,7 +94,15 @@ def test_workspace_of_the_caller():
 
 def test_heuristic_holds_its_own_rules():
     for k in (1, 2, 63, 64, 512, 1024, 1025, 2048, MAX_K):
-        for rows, width in ((1, 100), (1, 8192), (1, 2**20), (4096, 32768), (64, 2**20), (8192, 8192), (1, 2**31 - 1)):
+        for rows, width in (
+            (1, 100),
+            (1, 8192),
+            (1, 2**20),
+            (4096, 32768),
+            (64, 2**20),
+            (8192, 8192),
+            (1, 2**31 - 2**15),
+        ):
             for arch in Arch.known():
                 problem = TopKProblem(rows, width, k)
                 for config in neighbours(problem, arch):
@@ -125,5 +133,7 @@ def test_gate():
     for arch in Arch.known():
         reason = kernel.supports(problem, arch)
         assert (reason is None) == (arch.vendor != "cpu" or envs.triton_interprets())
+    longest = TopKProblem(1, 2**31 - 1, 5)
+    assert "the end of the last span has to be an int32" in str(kernel.supports(longest, SM90))
     with pytest.raises(ValueError, match="capacity of 2 k"):
         TopKLaunch(TopKProblem(4, 100, 65), SM90, SMALL)

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 
+from cdna_sim import Options, SimulationFault
 from lightning_indexer import Arch
 from lightning_indexer.amd import simulation
 from lightning_indexer.backends.triton_portable.top_k import TopKConfig, TopKLaunch
 from lightning_indexer.check.top_k import run_case, simulated_cases
 from lightning_indexer.problems.top_k import TopKCall
-from lightning_indexer.sim import Options, SimulationFault
 
 SMALL = TopKConfig(block=256, span=512, capacity=128, sample=128, splits=1, programs=1, num_warps=1)
 

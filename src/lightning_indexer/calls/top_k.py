@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from lightning_indexer import envs
 from lightning_indexer.arch import arch_of, assumed
@@ -73,7 +74,8 @@ def top_k_per_row(
 
     Returns:
         Indices [M, k] int32, every slot written, ``-1`` behind the last where a row has fewer than k candidates; with
-        ``values``, the pair of them and the scores [M, k] float32, ``-inf`` there. Not differentiable.
+        ``values``, the pair of them and the scores [M, k] float32, ``-inf`` there. Not differentiable: logits that
+        require grad are warned of once.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what came and what was expected. Int64 starts and
@@ -85,7 +87,7 @@ def top_k_per_row(
         logits, k, row_starts, row_ends, index_base, offsets, page_table, page_size, order, tie, values, out, workspace,
         backend,
     )  # fmt: skip
-    if common.is_seen() or common.needs_operator(_tensors(call)):
+    if torch.compiler.is_compiling() or _dispatch_modes() or common.needs_operator(_tensors(call)):
         return _through_operator(call)
     return _run(call)
 
@@ -125,8 +127,10 @@ def _run(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor
         plan = common.PLANS.get(facts)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
         plan = facts = None
-    if common.in_transform():
+    if _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0:
         common.refuse(OPERATION, _tensors(call))
+    if torch.is_grad_enabled() and getattr(logits, "requires_grad", False):
+        common.warn_of_gradients(OPERATION)
     if plan is None:
         checked = validate(call)
         problem, device = problem_of(checked), logits.device
@@ -150,6 +154,11 @@ def _run(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor
             )
         )
     return indices if scores is None else (indices, scores)
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
 
 
 def _facts_of(tensor: torch.Tensor | None) -> object:

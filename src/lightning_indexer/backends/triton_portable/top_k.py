@@ -15,6 +15,7 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.backends.triton_launch import device_guard, within_2gib
 from lightning_indexer.problems.top_k import TopKCall, TopKProblem
 
+MAX_WIDTH = 2**31 - 2**15
 _WRITTEN = ("entries_ptr", "indices_ptr", "values_ptr")
 
 
@@ -79,6 +80,8 @@ class TopK:
             return "Triton has no CPU target (TRITON_INTERPRET=1 runs its interpreter, for tests)"
         if not arch.listed:
             return f"{arch.name} is not a known arch; Triton needs NVIDIA sm80 or newer, or AMD gfx90a or newer"
+        if problem.width > MAX_WIDTH:
+            return f"W={problem.width} is beyond {MAX_WIDTH}: the end of the last span has to be an int32"
         return None
 
     def launch(self, problem: TopKProblem, arch: Arch, config: TopKConfig) -> TopKLaunch:
@@ -186,7 +189,7 @@ class TopKLaunch:
         if device.type == "cpu" and simulates(self.arch):
             built = self.build(arguments)
             given = [arguments[name] for name in built.argument_names]
-            block = 64 * self.config.num_warps
+            block = self.arch.wave * self.config.num_warps
             launcher_for(device).launch(built, self.grid, block, given, outputs=_WRITTEN)
             return
         key = (device, arguments["SPLITS"], arguments["MERGE"], *map(self._specialised, arguments.values()))
