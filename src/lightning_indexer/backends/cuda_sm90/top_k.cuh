@@ -9,6 +9,7 @@
 // Where the gate misses, or one score floods the cut, exact_row (top_k_exact.cuh) takes the row instead.
 // Plan and arguments: top_k_plan.cuh. Configurations: top_k.py.
 #include "top_k_across.cuh"
+#include "top_k_short.cuh"
 
 #if CLUSTER > 1
 #define TOP_K_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
@@ -16,7 +17,8 @@
 #define TOP_K_CLUSTER
 #endif
 
-extern "C" __global__ void TOP_K_CLUSTER __launch_bounds__(kThreads, CTAS_PER_SM) KERNEL_NAME(const __grid_constant__ Arguments a) {
+extern "C" __global__ void TOP_K_CLUSTER __launch_bounds__(kThreads, CTAS_PER_SM)
+    KERNEL_NAME(const __grid_constant__ Arguments a) {
   const int row = blockIdx.x / kCluster;
   uint4 x[kVectors];
   if constexpr (kKind == kShort && kWholeRows) {  // few rows: the loads need not wait for the window

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_indexer import packages
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.cuda_sm90.backend import NVRTC_ARCH, _check, _launch
-from lightning_indexer.toolchain import nvrtc
+from lightning_indexer.cuda import driver, nvrtc
+from lightning_indexer.problems.top_k import DTYPES, MAX_K, TopKCall, TopKProblem
 
-if TYPE_CHECKING:
-    from lightning_indexer.problems.top_k import TopKCall, TopKProblem
-
-SOURCE = Path(__file__).with_name("top_k.cuh")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SOURCE = packages.beside(__name__, "top_k.cuh")
+NVRTC_ARCH = "sm_90a"
 INDEX_BASES = ("row", "absolute", "offset", "page")
 KINDS = ("short", "stream", "across")
-MAX_K = 4096
 MAX_ROWS = (2**31 - 1) // 8
 # Dynamic shared memory that a CTA may ask for, less what top_k_plan.cuh's Block takes.
 SHARED_LIMIT = 225 * 1024
@@ -82,6 +75,9 @@ class TopKConfig:
         ]
         flags = {"whole": self.whole_rows, "score": self.by_score, "larger": self.ties_larger, "values": self.values}
         return "_".join([*parts, *(flag for flag, on in flags.items() if on), "sm90"])
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def pack(self) -> int:
@@ -214,6 +210,9 @@ def neighbours(problem: TopKProblem, arch: Arch) -> list[TopKConfig]:
 class TopK:
     """The kernel of ``top_k_per_row`` that ``cuda-sm90`` registers."""
 
+    config = staticmethod(heuristic)
+    neighbours = staticmethod(neighbours)
+
     def supports(self, problem: TopKProblem, arch: Arch) -> str | None:
         if arch.name != "sm90":
             return f"needs sm90 (H100, H200), this is {arch.name}"
@@ -222,14 +221,11 @@ class TopK:
         if not 1 <= problem.k <= MAX_K:
             return f"takes k from 1 to {MAX_K}, got {problem.k}"
         if problem.rows > MAX_ROWS:
-            return f"takes up to {MAX_ROWS} rows, got {problem.rows}"
+            return f"M={problem.rows} is beyond {MAX_ROWS}: a cluster a row has to fit in the grid"
         return None
 
-    def prepare(self, problem: TopKProblem, arch: Arch) -> Launch:
-        return Launch(problem, heuristic(problem, arch))
-
-    def candidates(self, problem: TopKProblem, arch: Arch) -> Sequence[tuple[object, Launch]]:
-        return [(config, Launch(problem, config)) for config in neighbours(problem, arch)]
+    def launch(self, problem: TopKProblem, arch: Arch, config: TopKConfig) -> Launch:
+        return Launch(problem, config)
 
     def precompile(self, problem: TopKProblem, arch: Arch) -> str:
         config = heuristic(problem, arch)
@@ -237,8 +233,9 @@ class TopK:
         return config.name
 
 
-# struct Arguments of top_k_plan.cuh.
-_ARGUMENTS = struct.Struct("<7Q4q4if4x")
+# The stream, the pointer to the arguments, then struct Arguments of top_k_plan.cuh.
+_PACKED = struct.Struct(f"<{driver.Slot.HEAD} Q 7Q4q4if4x")
+_ARGUMENTS = driver.Slot.POINTERS + struct.calcsize("<Q")
 
 
 class Launch:
@@ -249,29 +246,28 @@ class Launch:
         self.rows = problem.rows
         self.shared_bytes = config.shared_bytes(problem.width, problem.k)
         overshoot = 0.75 * config.capacity / problem.k
-        if config.kind == "across":
+        if config.kind == "across":  # the sample is thinner, and the candidates of a row lie in several CTAs
             overshoot = max(6.0, overshoot)
-        self.scalars = (
-            problem.width, problem.k, problem.page_size, config.bitmap_words(problem.width), overshoot,
-        )  # fmt: skip
-        self.kernels: dict[int, Callable[..., int]] = {}  # by device
-        self.rooms: list[_Room] = []  # for one launch's arguments each; a thread takes one, or makes it
+        words = config.bitmap_words(problem.width)
+        self.scalars = (problem.width, problem.k, problem.page_size, words, overshoot)
+        # By device: room for the arguments of one launch each; a thread takes one, or makes it.
+        self.slots: dict[int, list[driver.Slot]] = {}
 
     def __call__(self, call: TopKCall) -> None:
         if not self.rows:
             return None
-        logits, starts, ends, offsets, pages, indices, values = call[:7]
+        logits, starts, ends, offsets, pages, indices, values, _ = call
         device = logits.get_device()
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(call)
-        kernel = self.kernels.get(device) or self._load(device)
         try:
-            room = self.rooms.pop()
-        except IndexError:
-            room = _Room()
-        _ARGUMENTS.pack_into(
-            room.buffer, 0, logits.data_ptr(),
+            slot = self.slots[device].pop()
+        except (KeyError, IndexError):
+            slot = self._new_slot(device)
+        _PACKED.pack_into(
+            slot.buffer, driver.Slot.START, torch._C._cuda_getCurrentRawStream(device), slot.address + _ARGUMENTS,
+            logits.data_ptr(),
             0 if starts is None else starts.data_ptr(), 0 if ends is None else ends.data_ptr(),
             0 if offsets is None else offsets.data_ptr(), 0 if pages is None else pages.data_ptr(),
             indices.data_ptr(), 0 if values is None else values.data_ptr(),
@@ -279,36 +275,20 @@ class Launch:
             0 if pages is None else pages.stride(0), *self.scalars,
         )  # fmt: skip
         # The driver copies the arguments before it returns.
-        status = kernel(ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)), room.parameters, None)
-        self.rooms.append(room)
+        status = slot.launch()
+        self.slots[device].append(slot)
         if status:
-            _check((status,))
+            driver.check((status,))
         return None
 
-    def _load(self, device: int) -> Callable[..., int]:
-        function = ctypes.c_void_p(_function(self.config, device))
-        sides = (self.rows * self.config.cluster, 1, 1, self.config.threads, 1, 1, self.shared_bytes)
-        self.kernels[device] = functools.partial(_launch(), function, *(ctypes.c_uint(side) for side in sides))
-        return self.kernels[device]
-
-
-class _Room:
-    """A buffer for ``_ARGUMENTS`` and the pointer to it that the driver wants."""
-
-    __slots__ = ("buffer", "parameters")
-
-    def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(_ARGUMENTS.size)
-        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+    def _new_slot(self, device: int) -> driver.Slot:
+        self.slots.setdefault(device, [])
+        grid = (self.rows * self.config.cluster, 1, 1)
+        function = _function(self.config, device)
+        return driver.Slot(function, grid, self.config.threads, self.shared_bytes, _PACKED.size)
 
 
 @functools.cache
 def _function(config: TopKConfig, device: int) -> int:
     """The handle of the kernel on the device, which is the current one."""
-    from cuda.bindings import driver
-
-    module = _check(driver.cuModuleLoadData(nvrtc.cubin(SOURCE, NVRTC_ARCH, config.macros())))
-    function = _check(driver.cuModuleGetFunction(module, config.name.encode()))
-    attribute: Any = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _check(driver.cuFuncSetAttribute(function, attribute, SHARED_LIMIT))
-    return int(function)
+    return driver.load(nvrtc.cubin(SOURCE, NVRTC_ARCH, config.macros()), config.name, SHARED_LIMIT)

@@ -1,8 +1,8 @@
-// Few long rows: a cluster of CTAs a row, each a contiguous part of it. Every CTA reads the same sample, so all have the
-// same gate; histograms and the scores around the cut are exchanged through distributed shared memory.
+// Few long rows: a cluster of CTAs a row, each a contiguous part of it. Every CTA reads the same sample, so all have
+// the same gate; histograms and the scores around the cut are exchanged through distributed shared memory.
 #pragma once
 
-#include "top_k_rows.cuh"
+#include "top_k_stream.cuh"
 
 namespace {
 
@@ -51,7 +51,8 @@ TOP_K_DEVICE void across_row(const Arguments& a, int row, const Window& window) 
     gate.low = block.gate_low;
     load(x, lo);
   }
-  if (expected < 24.0f) gate.high += 0.5f * (gate.high - gate.low);  // a thin sample: more than k scores may lie above it
+  // A thin sample: more than k scores may lie above its highest.
+  if (expected < 24.0f) gate.high += 0.5f * (gate.high - gate.low);
   const float scale = linear_scale(gate.low, gate.high, kSharedBins);
   if (gate.state == Gate::kNone) {
     cluster_sync();

@@ -59,7 +59,9 @@ TOP_K_DEVICE uint4 no_numbers() {
 
 // ---- shared memory ----
 
-TOP_K_DEVICE uint32_t shared_of(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+TOP_K_DEVICE uint32_t shared_of(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
 
 TOP_K_DEVICE void shared_add(uint32_t address, uint32_t value) {
   asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
@@ -79,8 +81,8 @@ TOP_K_DEVICE void clear(uint32_t* words, int count) {  // a multiple of four
   for (int i = threadIdx.x; i < count / 4; i += kThreads) reinterpret_cast<uint4*>(words)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// A warp's number, read again from where it lies in shared memory: ptxas does not know that it is the same, and so keeps
-// no predicates from use to use.
+// A warp's number, read again from where it lies in shared memory: ptxas does not know that it is the same, and so
+// keeps no predicates from use to use.
 TOP_K_DEVICE uint32_t fresh(const uint32_t* slot) {
   uint32_t value;
   asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(value) : "r"(shared_of(slot)) : "memory");
@@ -118,7 +120,9 @@ struct Window {
 
   // Brings the scores outside full vectors nearer.
   TOP_K_DEVICE void prefetch_loose() const {
-    if (threadIdx.x < 2) asm volatile("prefetch.global.L2 [%0];" ::"l"(vectors + (threadIdx.x ? cover_hi - 1 : cover_lo)));
+    if (threadIdx.x >= 2) return;
+    const uint4* place = vectors + (threadIdx.x ? cover_hi - 1 : cover_lo);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(place));
   }
 
   // NaN for the scores of a vector that lie outside the window.
@@ -138,7 +142,9 @@ struct Window {
 
   // The 0 to 2 * (kPack - 1) scores outside full vectors: their number, and position i of them.
   TOP_K_DEVICE uint32_t loose() const { return head() + end - min(full_hi * kPack, end); }
-  TOP_K_DEVICE uint32_t loose_position(uint32_t i) const { return i < head() ? start + i : full_hi * kPack + i - head(); }
+  TOP_K_DEVICE uint32_t loose_position(uint32_t i) const {
+    return i < head() ? start + i : full_hi * kPack + i - head();
+  }
   TOP_K_DEVICE uint32_t head() const { return min(full_lo * kPack, end) - start; }
 };
 
@@ -357,7 +363,8 @@ TOP_K_DEVICE void write_all(const Arguments& a, int row, const Window& window, u
   }
 }
 
-TOP_K_DEVICE void write_staged(const Arguments& a, int row, const Window& window, const uint32_t* staged, uint32_t count) {
+TOP_K_DEVICE void write_staged(const Arguments& a, int row, const Window& window, const uint32_t* staged,
+                               uint32_t count) {
   write_all(
       a, row, window, count, [=](uint32_t slot) { return staged[slot]; },
       [=](uint32_t slot) { return *reinterpret_cast<const uint4*>(staged + slot); });

@@ -78,7 +78,8 @@ TOP_K_DEVICE Threshold select_by_key(uint32_t k, uint32_t* bins, uint32_t* sums,
 }
 
 // A mask of the scores that `threshold` chooses, from those above and those equal; `ties` were seen in earlier blocks.
-TOP_K_DEVICE uint32_t with_ties(uint32_t above, uint32_t equal, const Threshold& threshold, uint32_t& ties, uint32_t* warps) {
+TOP_K_DEVICE uint32_t with_ties(uint32_t above, uint32_t equal, const Threshold& threshold, uint32_t& ties,
+                                uint32_t* warps) {
   if (threshold.limit == kEveryTie) return above | equal;
   uint32_t chosen = above;
   ties += in_order(equal, warps, [&](uint32_t i, int u, int c) {
