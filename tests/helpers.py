@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +15,9 @@ from lightning_indexer.check.cases import Form, Inputs
 from lightning_indexer.check.guarded import GuardedOutput
 from lightning_indexer.selection import registry
 
+_ROOT = Path(__file__).resolve().parents[1]
+# PYTHONPATH of processes that run this tree's code.
+SOURCES = os.pathsep.join(str(_ROOT / folder) for folder in ("src", "packages/cdna-sim/src"))
 CPU = torch.device("cpu")
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
@@ -24,7 +29,7 @@ class Tolerance(NamedTuple):
     relative: float
 
 
-# calc_diff against float32 on the dequantised operands that any backend has to keep, spec section 4.
+# calc_diff against float32 on the dequantised operands that any backend has to keep, docs/semantics.md.
 MAX_DIFF = {torch.float32: 5e-6, torch.bfloat16: 3e-5}
 # On a CPU products and sums are float32, so that only the order of the sums differs; bfloat16 is half a step more.
 ON_CPU = {torch.float32: Tolerance(1e-12, 2**-23), torch.bfloat16: Tolerance(3e-6, 2**-8)}

@@ -243,7 +243,7 @@ def test_triton(arch, tmp_path):
 def test_code_objects_load_under_a_rocm_before_7(source):
     """Version 3 of the ELF header's ABI is code object V5; clang 22 by itself writes V6, which is 4."""
     for arch in ARCHS:
-        built = compile_hip(source, arch, {"BIAS": 2, "PADDED": 1})
+        built = compile_hip(source, arch, {"BLOCK": 64, "VALUES": 4, "LDS_FLOATS": 64})
         assert built.code_object.elf[8] == 3
         again = amdgpu_clang.assemble(re.sub(r"(?m)^\s*\.amdhsa_code_object_version.*$", "", built.isa), arch)
         assert again.elf[8] == 3
@@ -251,15 +251,19 @@ def test_code_objects_load_under_a_rocm_before_7(source):
 
 @pytest.mark.parametrize("spoil", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"{}\nELF"])
 def test_a_spoilt_kernel_on_disk_is_compiled_again(source, compiled, tmp_path, monkeypatch, spoil):
-    macros = {"BIAS": 2, "PADDED": 1}
+    macros = {"BLOCK": 64, "VALUES": 4, "LDS_FLOATS": 64}
     first = compile_hip(source, "gfx950", macros)
     [path] = (tmp_path / "cache").glob("*.amd")
     path.write_bytes(spoil(path.read_bytes()))
     monkeypatch.setattr(built_module, "_BUILT", {})
     monkeypatch.setattr(artifacts, "_warned", set())
     with pytest.warns(RuntimeWarning, match="is not what was stored there"):
-        assert compile_hip(source, "gfx950", macros).code_object.elf == first.code_object.elf
+        again = compile_hip(source, "gfx950", macros)
+    assert (again.kernel, again.info.arguments) == (first.kernel, first.info.arguments)
     assert len(compiled) == 2
+    monkeypatch.setattr(built_module, "_BUILT", {})
+    assert compile_hip(source, "gfx950", macros).code_object.elf == again.code_object.elf
+    assert len(compiled) == 2, "replaced"
 
 
 def test_an_interpreted_kernel_is_refused():

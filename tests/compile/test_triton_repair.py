@@ -35,8 +35,8 @@ from lightning_indexer.backends.triton_launch import call_like
 from lightning_indexer.backends.triton_portable.mqa_logits import Launch
 from lightning_indexer.backends.triton_portable.config import heuristic
 from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel
-from lightning_indexer.sim import too_close
-from lightning_indexer.toolchain.code_object import CodeObject
+from cdna_sim import wait_state_hazards
+from cdna_sim import CodeObject
 from lightning_indexer.amd.repair import repair
 from lightning_indexer.amd.triton_amd import repaired
 
@@ -48,7 +48,7 @@ for context in (contextlib.nullcontext(), repaired("gfx950"), contextlib.nullcon
     with context:
         kernel = fp8_mqa_logits_kernel.warmup(*arguments, grid=launch.grid, **launch.constants, **launch.options)
     texts.append(kernel.asm["amdgcn"])
-    hazards.append(len(too_close(CodeObject(kernel.asm["hsaco"]), kernel.metadata.name)))
+    hazards.append(len(wait_state_hazards(CodeObject(kernel.asm["hsaco"]), kernel.metadata.name)))
 print(json.dumps({"hazards": hazards, "mended": texts[1] == repair(texts[0], "gfx950"), "kept": texts[0] == texts[2]}))
 """
 

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from faulty import FaultyBackend, honest, install, one_percent_high
+from helpers import SOURCES
 from lightning_indexer import Arch, __version__, envs
 from lightning_indexer.bench import timing
 from lightning_indexer.bench.timing import Ceilings
@@ -73,8 +73,7 @@ def test_version():
 
 
 def test_as_a_module():
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
     result = subprocess.run(
         [sys.executable, "-m", "lightning_indexer", "--version"], env=environment, capture_output=True, text=True,
         check=False,

@@ -11,7 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lightning_indexer import Arch, MqaLogitsProblem, sim
+import cdna_sim
+from cdna_sim import Resources
+from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.amd import cdna
 from lightning_indexer.amd.built import CompileError
 from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits as TritonPortable
 from lightning_indexer.check import simulated, verify
@@ -21,7 +24,6 @@ from lightning_indexer.check.simulated import SimulatedCase
 from lightning_indexer.check.verify import Finding, Outcome
 from lightning_indexer.cli import app as cli
 from lightning_indexer.selection import registry as dispatch
-from lightning_indexer.toolchain.code_object import Resources
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,7 @@ def outcomes(monkeypatch) -> SimpleNamespace:
             yield Outcome(case.operation, case, case.backend, status, fault, finding, instructions=1000, seconds=0.01)
 
     monkeypatch.setattr(simulated, "run", fake)
-    monkeypatch.setattr(sim, "missing", lambda: None)
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: None)
     return record
 
 
@@ -212,10 +214,10 @@ def test_verify_refuses(outcomes, arguments, message):
 
 
 def test_verify_says_what_the_simulator_lacks(outcomes, monkeypatch):
-    monkeypatch.setattr(sim, "missing", lambda: "the simulator needs tinygrad: pip install 'lightning-indexer[sim]'")
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: "simulation needs tinygrad: pip install it")
     result = run("verify", "--arch", "gfx950")
     assert result.status == 2
-    assert "the simulator needs tinygrad: pip install 'lightning-indexer[sim]'" in result.text
+    assert "simulation needs tinygrad: pip install it" in result.text
     assert outcomes.asked == []
 
 
@@ -270,12 +272,12 @@ def test_disasm_prints_the_text(built):
 
 
 def test_disasm_with_addresses_decodes_the_code_object(built, monkeypatch):
-    monkeypatch.setattr(sim, "missing", lambda: None)
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: None)
     lines = [(0x1A00, b"\x01\x02\x03\x04", "v_first"), (0x1A04, b"\0" * 8, "v_second")]
-    monkeypatch.setattr(sim, "listing", lambda code_object, kernel: iter(lines), raising=False)
+    monkeypatch.setattr(cdna_sim, "listing", lambda code_object, kernel: iter(lines), raising=False)
     result = run("disasm", "--arch", "gfx942", "--addresses")
     assert result.text == "0x001a00 01020304 v_first 0x001a04 0000000000000000 v_second"
-    monkeypatch.setattr(sim, "missing", lambda: "the simulator needs tinygrad")
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: "the simulator needs tinygrad")
     assert "the simulator needs tinygrad" in run("disasm", "--arch", "gfx942", "--addresses").text
 
 

@@ -90,8 +90,8 @@ class FaultyKernel:
 class Faulty:
     name, summary = "faulty", ""
 
-    def __init__(self):
-        self.kernels = {"fp8_mqa_logits": FaultyKernel()}
+    def __init__(self, kernel=None):
+        self.kernels = {"fp8_mqa_logits": kernel or FaultyKernel()}
 
     def missing(self):
         return None
@@ -158,7 +158,7 @@ class Storing(Faulty):
 @pytest.mark.parametrize("how", ["full disk", "half written", "trusted by nobody"])
 def test_prebuild_fails_where_a_later_process_would_find_nothing(monkeypatch, tmp_path, how):
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))
-    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Storing())
+    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Faulty(StoringKernel()))
     monkeypatch.setattr(prebuild, "run", lambda batches, jobs: map(prebuild.compile_batch, batches))
     arguments = ["prebuild", "--arch", "sm90", "--heads", "32", "--backend", "faulty"]
     real = Path.replace
@@ -191,7 +191,7 @@ def test_prebuild_fails_where_a_later_process_would_find_nothing(monkeypatch, tm
 
 def test_an_empty_file_does_not_pass_for_a_kernel(monkeypatch, tmp_path):
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))
-    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Storing())
+    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Faulty(StoringKernel()))
     [batch] = prebuild.plan(SM90, [32], [64], names=["faulty"])
     assert prebuild.compile_batch(batch).error == ""
     [path] = tmp_path.iterdir()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cdna_sim import Options, SimulationFault, listing
 from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, fp8_mqa_logits, reference_logits
 from lightning_indexer.amd import simulation
 from lightning_indexer.amd.simulated import SimLauncher
@@ -19,7 +20,6 @@ from lightning_indexer.backends.gluon_gfx950.mqa_logits import Launch
 from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall
 from lightning_indexer.selection import registry as dispatch
-from lightning_indexer.sim import Options, SimulationFault, listing
 
 CPU, ARCH = torch.device("cpu"), Arch.parse("gfx950")
 kernels: list[str] = []

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from semantics import mnemonics
 from test_semantics_coverage import TESTED
 
+from cdna_sim import Options, SimulationFault, listing
 from helpers import CPU, check_guarded, expected_for, expected_logits, int32, same_bits
 from lightning_indexer import Arch, MqaLogitsProblem, fp8_mqa_logits
 from lightning_indexer.amd import simulation
@@ -19,8 +19,8 @@ from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic
 from lightning_indexer.backends.flydsl_cdna.mqa_logits import MAX_KEY_STRIDE, Launch
 from lightning_indexer.check.cases import Inputs, make_inputs, make_windows
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall
-from lightning_indexer.sim import Options, SimulationFault, listing
 from processes import python
+from semantics import mnemonics
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11"),

@@ -12,6 +12,7 @@ import torch
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
 
+from cdna_sim import Options, Report  # noqa: E402
 from helpers import CPU, check_guarded, expected_for, same_bits  # noqa: E402
 from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, fp8_mqa_logits  # noqa: E402
 from lightning_indexer.amd import simulation  # noqa: E402
@@ -25,7 +26,6 @@ from lightning_indexer.model.cost import Model  # noqa: E402
 from lightning_indexer.model.rates import MI355X  # noqa: E402
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall  # noqa: E402
 from lightning_indexer.selection import registry  # noqa: E402
-from lightning_indexer.sim import Options, Report  # noqa: E402
 
 GFX950 = Arch.parse("gfx950")
 STREAM, LDS = Tunables(strategy="stream"), Tunables(strategy="lds")

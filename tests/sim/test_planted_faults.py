@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cdna_sim import Options, SimulationFault
 from lightning_indexer.amd import launcher_for, simulation
 from lightning_indexer.amd.clang import compile_hip
-from lightning_indexer.sim import Options, SimulationFault
 from processes import python
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
@@ -31,7 +31,7 @@ from lightning_indexer.backends.triton_portable.config import heuristic
 from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.amd import simulation
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall
-from lightning_indexer.sim import Options, SimulationFault, listing
+from cdna_sim import Options, SimulationFault, listing
 
 arch, heads = Arch.parse(sys.argv[1]), int(sys.argv[2])
 rows, keys, head_dim = 2, 300, 128

@@ -45,7 +45,7 @@ from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.amd import simulation
 from lightning_indexer.amd import simulated as simulator
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall
-from lightning_indexer.sim import Options, SimulationFault
+from cdna_sim import Options, SimulationFault
 
 rows, keys, heads, head_dim = 3, 300, 32, 64
 inputs = make_inputs(rows, keys, heads, head_dim, torch.device("cpu"))

@@ -35,21 +35,6 @@ def keep(facts: object, plan: Any) -> None:
     PLANS[facts] = plan
 
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
-
-
-def in_transform() -> bool:
-    """True inside functorch's transforms, ``torch.jit.trace`` and forward-mode differentiation: see :func:`refuse`."""
-    return _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0
-
-
-def is_seen() -> bool:
-    """True where PyTorch has to see a call: ``torch.compile``'s trace, and dispatch modes."""
-    return torch.compiler.is_compiling() or _dispatch_modes() > 0
-
-
 def needs_operator(tensors: Sequence[object]) -> bool:
     """True where a call on these has to go through PyTorch's dispatcher: subclasses, of any operand, and meta."""
     return any(isinstance(t, torch.Tensor) and (type(t) is not torch.Tensor or t.is_meta) for t in tensors)
@@ -62,14 +47,14 @@ def refuse(operation: str, tensors: Sequence[object]) -> None:
         NotImplementedError: an operand that a function transform has wrapped, one with a tangent, or a call inside
             ``torch.jit.trace``.
     """
-    if _tracing() is not None:
+    if torch._C._get_tracing_state() is not None:
         raise NotImplementedError(
             f"{operation}: torch.jit.trace records PyTorch's own operations alone; torch.compile and torch.export have "
             "this one"
         )
     given = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in given):
-        stack = _functorch()
+        stack = torch._C._functorch.peek_interpreter_stack()
         name = str(stack.key()).rpartition(".")[2].lower() if stack is not None else "a function transform"
         what = (
             "no batching rule: pack a batch by its windows" if name == "vmap" else "no derivative: detach its operands"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from lightning_indexer import envs, fp8
 from lightning_indexer.arch import Arch, arch_of, assumed
@@ -74,15 +75,45 @@ def fp8_mqa_logits(
     except (TypeError, ValueError):
         raise TypeError(f"kv: got {type(kv).__name__}, expected the pair (k, kv_scale)") from None
     ks, ke = cu_seqlen_ks, cu_seqlen_ke
+    plain = type(q) is type(k) is type(kv_scale) is type(weights) is type(ks) is type(ke) is _Tensor
+    if (
+        _is_compiling()
+        or _dispatch_modes()
+        or ((not plain or q.is_meta) and common.needs_operator((q, k, kv_scale, weights, ks, ke)))
+    ):
+        return _through_operator(
+            MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
+        )
+    # All that validation, selection and a kernel's preparation read. Calls that agree in it, as the layers of a model
+    # do, plan once.
+    try:
+        facts = (
+            q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype,
+            kv_scale.shape, kv_scale.is_contiguous(), kv_scale.dtype, kv_scale.is_neg(),
+            weights.shape, weights.stride(), weights.dtype, weights.is_neg(),
+            ks.shape, ks.is_contiguous(), ks.dtype, ke.shape, ke.is_contiguous(), ke.dtype,
+            # PyTorch has one kind of accelerator, whose devices are told apart by their index; it is -1 elsewhere.
+            q.get_device(), k.get_device(), kv_scale.get_device(), weights.get_device(),
+            ks.get_device(), ke.get_device(),
+            None if q.is_cuda else (q.device, k.device, kv_scale.device, weights.device, ks.device, ke.device),
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+            clean_logits.__class__, clean_logits, max_seqlen_k.__class__, max_seqlen_k, out_dtype, backend,
+            (q.data_ptr() | k.data_ptr()) & 15, _selection(), _assumed(),
+        )  # fmt: skip
+        plan = _PLANS.get(facts)
+    except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
+        plan = facts = None
+    # Inside functorch's transforms, torch.jit.trace and forward-mode differentiation operands are looked at first.
+    if plan is None or _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0:
+        call = MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
+        return _first(call, facts)
+    if _is_grad_enabled() and (weights.requires_grad or kv_scale.requires_grad or q.requires_grad):
+        common.warn_of_gradients(OPERATION)
+    if out is None:
+        out = _empty_strided(plan.size, plan.stride, dtype=out_dtype, device=q.device)
     call = _record((q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend))
-    plain = type(q) is type(k) is type(kv_scale) is type(weights) is type(ks) is type(ke) is torch.Tensor
-    if common.is_seen() or ((not plain or q.is_meta) and common.needs_operator(call[:6])):
-        return _through_operator(call)
-    return _run(call)
-
-
-# What calling the class does, in a third of the time: each call makes two.
-_record: Callable[[Iterable[Any]], MqaLogitsCall] = functools.partial(tuple.__new__, MqaLogitsCall)
+    plan.run(call if plan.plain else _converted(call, plan))
+    return out
 
 
 class _Plan(NamedTuple):
@@ -99,49 +130,43 @@ class _Plan(NamedTuple):
     convert_to: Arch | None
 
 
-def _run(call: MqaLogitsCall) -> torch.Tensor:
-    # All that validation, selection and a kernel's preparation read. Calls that agree in it, as the layers of a model
-    # do, plan once.
-    q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend = call
-    try:
-        facts = (
-            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-            kv_scale.shape, kv_scale.is_contiguous(), kv_scale.dtype, kv_scale.device, kv_scale.is_neg(),
-            weights.shape, weights.stride(), weights.dtype, weights.device, weights.is_neg(),
-            ks.shape, ks.is_contiguous(), ks.dtype, ks.device, ke.shape, ke.is_contiguous(), ke.dtype, ke.device,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            type(clean_logits), clean_logits, type(max_seqlen_k), max_seqlen_k, out_dtype, backend,
-            (q.data_ptr() | k.data_ptr()) & 15, envs.selection(), assumed(),
-        )  # fmt: skip
-        plan = common.PLANS.get(facts)
-        if weights.requires_grad or kv_scale.requires_grad or q.requires_grad or k.requires_grad:
-            _note_gradients()
-    except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
-        plan = facts = None
-    if common.in_transform():
-        common.refuse(OPERATION, call[:6])
-    if plan is None:
-        plan, settled = _plan(call)
-        if facts is not None and settled:
-            common.keep(facts, plan)
-    if out is None:
-        out = torch.empty_strided(plan.size, plan.stride, dtype=out_dtype, device=q.device)
-        call = _record((q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend))
-    if not plan.plain:
-        call = validate(call)
-        if plan.convert_to is not None:
-            call = _to_native_dialect(call, plan.convert_to)
-    plan.run(call)
-    return out
+def _first(call: MqaLogitsCall, facts: object) -> torch.Tensor:
+    """The first call with these facts: checks, selects, and keeps what it came to."""
+    common.refuse(OPERATION, call[:6])
+    plan, settled = _plan(call)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call[:6]):
+        common.warn_of_gradients(OPERATION)
+    if call.out is None:
+        out = torch.empty_strided(plan.size, plan.stride, dtype=call.out_dtype, device=call.q.device)
+        call = call._replace(out=out)
+    if plan.plain and (bind := getattr(plan.run, "bind", None)) is not None:
+        plan = plan._replace(run=bind(call))
+    if facts is not None and settled:
+        common.keep(facts, plan)
+    plan.run(call if plan.plain else _converted(call, plan))
+    return call.result
+
+
+def _converted(call: MqaLogitsCall, plan: _Plan) -> MqaLogitsCall:
+    call = validate(call)
+    return call if plan.convert_to is None else _to_native_dialect(call, plan.convert_to)
+
+
+# Each call asks these; a global is found in less time than an attribute of a module.
+_PLANS = common.PLANS
+_Tensor, _empty_strided = torch.Tensor, torch.empty_strided
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+_selection, _assumed = envs.selection, assumed
+
+# What calling the class does, in a third of the time.
+_record: Callable[[Iterable[Any]], MqaLogitsCall] = functools.partial(tuple.__new__, MqaLogitsCall)
 
 
 def _nothing(call: MqaLogitsCall) -> None:
     """What there is to compute without rows or without keys."""
-
-
-def _note_gradients() -> None:
-    if torch.is_grad_enabled():
-        common.warn_of_gradients(OPERATION)
 
 
 def _plan(call: MqaLogitsCall) -> tuple[_Plan, bool]:
@@ -189,11 +214,8 @@ def _operator(
 ) -> torch.Tensor:
     # Contiguous: with a padded stride, whether a result is contiguous would depend on N, and a graph on that.
     out = q.new_empty((q.shape[0], max_seqlen_k or k.shape[0]), dtype=out_dtype)
-    return _run(
-        MqaLogitsCall(
-            q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, max_seqlen_k, out_dtype, out, backend
-        )
-    )
+    tensors = (q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke)
+    return _eager(MqaLogitsCall(*tensors, clean_logits, max_seqlen_k, out_dtype, out, backend))
 
 
 @torch.library.custom_op("lightning_indexer::fp8_mqa_logits_out", mutates_args=("out",))
@@ -209,8 +231,20 @@ def _operator_out(
     max_seqlen_k: int,
     backend: str | None,
 ) -> None:
-    ks, ke = cu_seqlen_ks, cu_seqlen_ke
-    _run(MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out.dtype, out, backend))
+    tensors = (q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke)
+    _eager(MqaLogitsCall(*tensors, clean_logits, max_seqlen_k, out.dtype, out, backend))
+
+
+def _eager(call: MqaLogitsCall) -> torch.Tensor:
+    """The call of an operator, whose operands are real: parameters, subclasses too, as the tensors they hold."""
+    q, k, kv_scale, weights, ks, ke = (
+        t if type(t) is torch.Tensor else t.detach().as_subclass(torch.Tensor) for t in call[:6]
+    )
+    return fp8_mqa_logits(
+        q, (k, kv_scale), weights, ks, ke,
+        clean_logits=call.clean_logits, max_seqlen_k=call.max_seqlen_k, out_dtype=call.out_dtype, out=call.out,
+        backend=call.backend,
+    )  # fmt: skip
 
 
 @_operator.register_fake
@@ -228,8 +262,8 @@ def _(*arguments: Any) -> None:
 def _through_operator(call: MqaLogitsCall) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         common.refuse(OPERATION, call[:6])
-        if any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
-            _note_gradients()
+        if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
+            common.warn_of_gradients(OPERATION)
     with torch.no_grad():
         if call.out is None:
             *arguments, _, backend = call

@@ -22,7 +22,6 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.check import verify
 from lightning_indexer.check.verify import Outcome
 from lightning_indexer.selection import registry
-from lightning_indexer.sim import Options, SimulationFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +82,8 @@ def run_batch(cases: Sequence[SimulatedCase]) -> list[Outcome]:
 
 def run_case(case: SimulatedCase) -> Outcome:
     """Simulates one case and checks its result. A fault of the simulator is a failed case, any other error an error."""
+    from cdna_sim import Options, SimulationFault
+
     finding, faults = None, ""
     with simulation(case.arch, Options(order="shuffled", seed=case.seed)) as launcher:
         try:

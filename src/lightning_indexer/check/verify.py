@@ -99,7 +99,7 @@ class Suite(Protocol):
 
 
 # By operation, where its suite is defined.
-_SUITES = {"fp8_mqa_logits": "mqa_logits:MqaLogitsSuite"}
+_SUITES = {"fp8_mqa_logits": "mqa_logits:MqaLogitsSuite", "top_k_per_row": "top_k:TopKSuite"}
 
 
 def operations() -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from lightning_indexer import sim
+from lightning_indexer.amd import cdna
 from lightning_indexer.arch import Arch
 from lightning_indexer.cli import common
 from lightning_indexer.cli.common import out
@@ -87,9 +87,11 @@ def disasm(
     if not addresses:
         typer.echo(built.isa)
         return
-    if (reason := sim.missing()) is not None:
+    if (reason := cdna.simulator_missing()) is not None:
         raise typer.BadParameter(reason, param_hint="--addresses")
-    for pc, code, text in sim.listing(built.code_object, built.kernel):
+    from cdna_sim import listing
+
+    for pc, code, text in listing(built.code_object, built.kernel):
         typer.echo(f"{pc:#08x}  {code.hex():32}  {text}")
 
 
@@ -113,7 +115,7 @@ def cost(
     from lightning_indexer.model import survey
 
     target, notes = Arch.parse(common.one_of("--arch", arch, RATED)), list[str]()
-    if (reason := sim.missing()) is not None:
+    if (reason := cdna.simulator_missing()) is not None:
         raise typer.BadParameter(reason, param_hint="--arch")
     envs.stop_triton_interpreter()
     kernels = common.installed(common.compiled_kernels(backend, target), backend, notes)

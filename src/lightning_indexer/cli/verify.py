@@ -127,17 +127,22 @@ def _simulated(
     operations: Sequence[str], arch: Arch, names: list[str] | None, only: Mapping[str, Sequence[Any] | None],
     text: list[str] | None, jobs: int | None, seed: int,
 ) -> _Ran:  # fmt: skip
-    from lightning_indexer import sim
+    from lightning_indexer.amd import cdna
     from lightning_indexer.check import simulated as runner
     from lightning_indexer.check import verify as checks
 
-    if (reason := sim.missing()) is not None:
+    if (reason := cdna.simulator_missing()) is not None:
         raise typer.BadParameter(reason, param_hint="--arch")
     cases: list[SimulatedCase] = []
     notes: list[str] = []
     needed: set[tuple[str, str]] = set()
     for operation in operations:
-        backends = common.installed(common.compiled_kernels(names, arch, operation), names, notes)
+        here = (
+            [n for n in names if isinstance(registry.kernels(operation).get(n), registry.Compiled)] if names else None
+        )
+        if names and not here and operation != operations[0]:
+            continue  # the first one says what is wrong with a name
+        backends = common.installed(common.compiled_kernels(here or names, arch, operation), names, notes)
         needed |= {(operation, name) for name in backends}
         suite = checks.suite(operation)
         for found in suite.simulated_cases(

@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,9 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.check.cases import REQUESTS, WINDOWS, make_windows, positions_in_windows
 from lightning_indexer.model.rates import Rates, is_fp8, is_packed_f32, matrix_flop_and_cycles
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem, row_stride
-from lightning_indexer.sim import Options, Report
+
+if TYPE_CHECKING:
+    from cdna_sim import Report
 
 # What instructions and bytes are counted under; kinds are the simulator's.
 Amounts = dict[str, float]
@@ -170,6 +172,8 @@ class _Launch:
 
     def simulate(self, workgroups: list[tuple[int, int, int]], length: int) -> Report:
         """Runs these workgroups with every row's window at [0, length)."""
+        from cdna_sim import Options
+
         ks = torch.zeros(self.problem.rows, dtype=torch.int32)
         options = Options(deferred=False, strict=False, workgroups=frozenset(workgroups))
         with simulation(self.arch.name, options) as launcher:

@@ -31,8 +31,7 @@ SOURCES = {
 FLAGS = ("-fno-honor-nans", "-fno-slp-vectorize")
 HEADS = (32, 64)
 HEAD_DIMS = (128,)
-# Within the 32 bits of a buffer's offsets: the start of the second of two rows of logits and, by itself, a column (the
-# scalar offset, which takes no part in the range check); the keys of a tile.
+# Within the 32 bits of a buffer's offsets: a tile of the second of two rows of logits; the keys of a tile.
 MAX_ROW_STRIDE = 2**30 - 2 * TILE
 MAX_KEY_STRIDE = 2**26
 
