@@ -118,6 +118,7 @@ def test_import_loads_nothing_optional_and_touches_no_device():
     assert not found["initialised"]
 
 
+@pytest.mark.slow
 def test_the_package_works_where_nothing_optional_is_installed():
     found = run(WITHOUT, *OPTIONAL)
     assert found["mask"]

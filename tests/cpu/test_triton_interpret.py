@@ -306,6 +306,7 @@ print(json.dumps(diffs))
 
 
 @interpreted
+@pytest.mark.slow
 def test_nothing_outside_of_the_tensors_is_touched():
     """Every tensor between pages that no one may touch; a read past the last key would end the process."""
     environment = {**os.environ, "PYTHONPATH": SOURCES}
