@@ -339,7 +339,7 @@ def test_the_first_call_on_rocm_is_told(monkeypatch, caplog, inputs, windows):
         engine.rocm.rocm_fp8_mqa_logits(*rocm_arguments(inputs, windows))
     assert messages(caplog)[-1] == (
         f"vLLM: lightning-indexer took its first call: torch-blocked, M={ROWS} N={KEYS} H={HEADS} D={HEAD_DIM} "
-        "not clean float32 on gfx950"
+        "noclean float32 on gfx950"
     )
 
 

@@ -74,7 +74,7 @@ def fp8_mqa_logits(
     call = MqaLogitsCall(
         q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, max_seqlen_k, out_dtype, out, backend
     )
-    if common.needs_operator(call[:6]):
+    if common.needs_operator((*call[:6], out)):
         return _through_operator(call)
     return _run(call)
 
@@ -115,7 +115,7 @@ def _run(call: MqaLogitsCall) -> torch.Tensor:
     except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
         plan = facts = None
     if common.in_transform():
-        common.refuse(OPERATION, call[:6])
+        common.refuse(OPERATION, (*call[:6], call.out))
     if plan is None:
         plan, settled = _plan(call)
         if facts is not None and settled:
@@ -219,7 +219,7 @@ def _(*arguments: Any) -> None:
 
 
 def _through_operator(call: MqaLogitsCall) -> torch.Tensor:
-    common.refuse(OPERATION, call[:6])
+    common.refuse(OPERATION, (*call[:6], call.out))
     if not torch.compiler.is_compiling() and any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
         _note_gradients()
     with torch.no_grad():
