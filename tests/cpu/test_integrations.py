@@ -110,7 +110,7 @@ def test_deep_gemm_names_the_newer_forms_width_in_the_place_of_clean(inputs, win
 SCHEDULE = torch.zeros(133, 2, dtype=torch.int32)
 ARGUMENTS = ("q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end")
 
-# From the arguments after the windows to (clean_logits, max_seqlen_k, logits_dtype), first by position, then by keyword.
+# The arguments after the windows, by position and by keyword, and (clean_logits, max_seqlen_k, logits_dtype) of them.
 REPOSITORY = [
     ((), {}, (True, 0, torch.float32)),
     ((True,), {}, (True, 0, torch.float32)),

@@ -1,4 +1,4 @@
-"""torch.export, functional transforms, forward-mode tangents, tracing and autograd: it works, or it is refused by name."""
+"""torch.export, functional transforms, forward-mode tangents, tracing, autograd: it works, or it is refused by name."""
 
 from __future__ import annotations
 
@@ -122,14 +122,14 @@ NAMES = {"vjp": "grad", "jacfwd": "jvp", "hessian": "grad"}
 def test_transforms_are_refused_by_name(name):
     innermost = NAMES.get(name, name)
     reason = "no batching rule" if innermost == "vmap" else "no derivative"
-    message = f"^fp8_mqa_logits: called on an operand of torch.func's {innermost}; it has {reason}"
+    message = rf"^fp8_mqa_logits: called on an operand of torch\.func's {innermost}; it has {reason}"
     with pytest.raises(NotImplementedError, match=message):
         TRANSFORMS[name]()
 
 
 @pytest.mark.parametrize("name", ["grad", "jvp", "vmap"])
 def test_transforms_inside_a_compiled_function_are_refused(name):
-    with pytest.raises(Exception, match="fp8_mqa_logits: called on an operand of torch.func's transforms"):
+    with pytest.raises(Exception, match=r"fp8_mqa_logits: called on an operand of torch\.func's transforms"):
         torch.compile(TRANSFORMS[name], backend="aot_eager", fullgraph=True)()
 
 
@@ -140,14 +140,14 @@ def test_every_operand_is_looked_at(place):
         arguments[place] = operand
         return call(*arguments, clean_logits=False).sum()
 
-    with pytest.raises(NotImplementedError, match="called on an operand of torch.func's vmap"):
+    with pytest.raises(NotImplementedError, match=r"called on an operand of torch\.func's vmap"):
         torch.func.vmap(into)(OPERANDS[place].expand(2, *OPERANDS[place].shape))
 
 
 def test_out_of_a_transform_is_refused():
     """A result that a transform has wrapped cannot be written by a kernel."""
     arguments = operands()
-    with pytest.raises(NotImplementedError, match="called on an operand of torch.func's vmap"):
+    with pytest.raises(NotImplementedError, match=r"called on an operand of torch\.func's vmap"):
         torch.func.vmap(lambda out: call(*arguments, out=out))(torch.zeros(2, 6, 50))
 
 
@@ -209,7 +209,7 @@ def test_a_tangent_is_refused(place):
     arguments = list(operands())
     with forward_ad.dual_level():
         arguments[place] = forward_ad.make_dual(arguments[place], torch.ones_like(arguments[place]))
-        with pytest.raises(NotImplementedError, match="^fp8_mqa_logits: got an operand with a tangent, and it has no"):
+        with pytest.raises(NotImplementedError, match=r"^fp8_mqa_logits: got an operand with a tangent, and it has no"):
             call(*arguments)
 
 

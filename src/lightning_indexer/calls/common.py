@@ -69,11 +69,7 @@ def refuse(operation: str, tensors: Sequence[object]) -> None:
             "this one"
         )
     given = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    if torch.compiler.is_compiling():
-        # Dynamo reads the depth alone; inside a transform that it traces, operands are wrapped.
-        name = "transforms" if _transforms() > 0 else None
-    else:
-        name = _transform_of(given)
+    name = _transform_of(given)
     if name is not None:
         what = "no batching rule: pack a batch by its windows" if name == "vmap" else "no derivative: detach it"
         raise NotImplementedError(f"{operation}: called on an operand of torch.func's {name}; it has {what}")
@@ -83,6 +79,9 @@ def refuse(operation: str, tensors: Sequence[object]) -> None:
 
 def _transform_of(tensors: Sequence[torch.Tensor]) -> str | None:
     """The transform that has wrapped one of these; functionalisation, for which the operators have a rule, is none."""
+    if torch.compiler.is_compiling():
+        # Dynamo reads the depth alone; inside a transform that it traces, operands are wrapped.
+        return "transforms" if _transforms() > 0 else None
     stack = _functorch()
     if stack is None or not any(map(_is_wrapped, tensors)):
         return None

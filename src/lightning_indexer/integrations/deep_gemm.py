@@ -1,9 +1,9 @@
 """DeepGEMM's prefill calls, in the three forms in which they are in use:
 
-1. ``fp8_mqa_logits(q, kv, weights, start, end, clean_logits, max_seqlen_k)``: the first, a legacy call of the repository
-   at 54e2261;
-2. ``fp8_fp4_mqa_logits((q, None), kv, weights, start, end, clean_logits, max_seqlen_k, logits_dtype)``: the repository's
-   at 54e2261;
+1. ``fp8_mqa_logits(q, kv, weights, start, end, clean_logits, max_seqlen_k)``: the first, a legacy call of the
+   repository at 54e2261;
+2. ``fp8_fp4_mqa_logits((q, None), kv, weights, start, end, clean_logits, max_seqlen_k, logits_dtype)``: that of the
+   repository at 54e2261;
 3. ``fp8_fp4_mqa_logits((q, None), kv, weights, start, end, max_seqlen_k, schedule_meta)``: that of the build inside the
    vLLM 0.33 wheel (``vllm.third_party.deep_gemm``). It has compressed logits only.
 
@@ -89,7 +89,7 @@ def fp8_fp4_mqa_logits(
     if scale is not None:
         raise TypeError("q: got a scale, which makes it fp4; fp4 is not supported: expected (q, None)")
     if clean_logits is not None and not isinstance(clean_logits, bool) and not is_numpy_bool(clean_logits):
-        width = as_int("clean_logits or max_seqlen_k, the sixth argument", clean_logits)
+        width = int(as_int("clean_logits or max_seqlen_k, the sixth argument", clean_logits))
         # The seventh is then the schedule; a number there that is not the default is a second width.
         if isinstance(max_seqlen_k, int) and max_seqlen_k != 0:
             raise TypeError(
@@ -99,7 +99,7 @@ def fp8_fp4_mqa_logits(
             raise ValueError("max_seqlen_k: got 0, expected at least 1: this call has compressed logits only")
         clean = False
     else:
-        width = as_int("max_seqlen_k", max_seqlen_k)
+        width = int(as_int("max_seqlen_k", max_seqlen_k))
         clean = width == 0 if clean_logits is None else as_bool("clean_logits", clean_logits)
     return lightning_indexer.fp8_mqa_logits(
         values,
