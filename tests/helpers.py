@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pytest
 import torch
 
-from lightning_indexer import calc_diff, reference_logits
+from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, reference_logits
 from lightning_indexer.check.cases import Form, Inputs
 from lightning_indexer.check.guarded import GuardedOutput
+from lightning_indexer.selection import registry
 
 CPU = torch.device("cpu")
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -34,6 +36,15 @@ MAX_ERROR_OF_SUMS = 2e-6
 FORMS_AND_DTYPES = [
     (form, dtype) for form in ("clean", "noclean", "compressed") for dtype in (torch.float32, torch.bfloat16)
 ]
+
+
+def replace_launches(
+    monkeypatch: pytest.MonkeyPatch, launch: Callable[[str, MqaLogitsProblem, Arch], registry.Run]
+) -> None:
+    """What backends are asked to launch from now on is ``launch(backend's name, problem, arch)``."""
+    for name, kernel in registry.kernels().items():
+        monkeypatch.setattr(kernel, "launch", lambda problem, arch, config, name=name: launch(name, problem, arch))
+    registry.changed()
 
 
 def int32(*values: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ KNOWN: dict[str, str] = {
     "LIGHTNING_INDEXER_BACKEND": "run this backend for calls that name none (see `lightning-indexer info`)",
     "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch; gfx942 and gfx950 are simulated on the CPU",
     "LIGHTNING_INDEXER_CACHE_DIR": "keep compiled kernels here (default ~/.cache/lightning-indexer)",
+    "LIGHTNING_INDEXER_TRUST_CACHE": "1: load compiled kernels that other users may have written (default 0)",
     "LIGHTNING_INDEXER_KERNELS": "0: calls that name no backend run torch-blocked, on every device (default 1)",
     "LIGHTNING_INDEXER_SELF_CHECK": "0: never hold a kernel against PyTorch before its first call; 1: on every arch "
     "(default: on archs where this project has not measured it)",
@@ -81,12 +82,20 @@ def _switch(name: str, *, default: bool) -> bool:
     raise ValueError(f"{name}: got {text!r}, expected 0 or 1")
 
 
-def cache_dir() -> Path:
-    """Where compiled kernels are kept."""
+def cache_dir() -> Path | None:
+    """Where compiled kernels are kept; None where that is below a home directory and the user has none."""
     chosen = value("LIGHTNING_INDEXER_CACHE_DIR")
-    if chosen is not None:
-        return Path(chosen).expanduser()
-    return Path(value("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning-indexer"
+    try:
+        if chosen is not None:
+            return Path(chosen).expanduser()
+        return Path(value("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning-indexer"
+    except RuntimeError:  # no HOME, and no such user
+        return None
+
+
+def trust_cache() -> bool:
+    """True where compiled kernels are loaded from wherever they are kept, whoever may write there."""
+    return _switch("LIGHTNING_INDEXER_TRUST_CACHE", default=False)
 
 
 def triton_interprets() -> bool:

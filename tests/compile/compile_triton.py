@@ -14,8 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.backends.triton_launch import call_like
 from lightning_indexer.backends.triton_portable.config import heuristic
-from lightning_indexer.backends.triton_portable.mqa_logits import TritonPortable, constants, options
+from lightning_indexer.backends.triton_portable.mqa_logits import Launch, constants, options
 from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel
 
 FP8 = {"fn": "*fp8e4nv", "none": "*u8"}
@@ -44,7 +45,11 @@ def compile_for_nvidia(arch: Arch, problem: MqaLogitsProblem) -> dict:
 
 
 def compile_for_amd(arch: Arch, problem: MqaLogitsProblem) -> dict:
-    built = TritonPortable().build(problem, arch)
+    launch = Launch(problem, arch, heuristic(problem, arch))
+    arguments = dict(zip(fp8_mqa_logits_kernel.arg_names, launch.arguments(call_like(problem, arch)), strict=False))
+    if not problem.aligned:
+        arguments["k_stride"] += 4  # as of rows of a packed cache, with the scale behind the channels
+    built = launch.build(tuple(arguments.values()))
     return {"name": built.kernel, "shared": built.resources.lds, "text": built.isa}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_indexer import artifacts
 from lightning_indexer.amd import built as built_module
 from lightning_indexer.amd import clang as amdgpu_clang
 from lightning_indexer.amd import flydsl, triton_amd
@@ -169,12 +170,14 @@ def test_a_rocm_that_does_not_know_gfx950_comes_last(tmp_path, monkeypatch):
         pytest.skip("another ROCm is here")
     assert amdgpu_clang._tools.__wrapped__().name == "clang of the ziglang package"
     assert amdgpu_clang._knows_gfx950(amdgpu_clang._tools.__wrapped__())
-    monkeypatch.setattr(amdgpu_clang.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(amdgpu_clang.packages, "installed", lambda name: False)
     assert amdgpu_clang._tools.__wrapped__().name == f"ROCm in {tmp_path}"
 
 
 def test_without_a_compiler_the_command_that_installs_one_is_named(source, monkeypatch):
     monkeypatch.setattr(amdgpu_clang, "_tools", lambda: None)
+    monkeypatch.setattr(amdgpu_clang.packages, "installed", lambda name: False)
+    monkeypatch.setattr(amdgpu_clang, "_rocm_tools", lambda: iter(()))
     sentence = r"no clang for AMD GPUs: pip install 'lightning-indexer\[amd\]'"
     assert re.search(sentence, amdgpu_clang.missing())
     amdgpu_clang.version.cache_clear()
@@ -242,6 +245,28 @@ def test_triton(arch, tmp_path):
     again = run_triton(arch, tmp_path)
     assert again["runs"] == 0
     assert again["isa"] == found["isa"]
+
+
+def test_code_objects_load_under_a_rocm_before_7(source):
+    """Version 3 of the ELF header's ABI is code object V5; clang 22 by itself writes V6, which is 4."""
+    for arch in ARCHS:
+        built = compile_hip(source, arch, {"BIAS": 2, "PADDED": 1})
+        assert built.code_object.elf[8] == 3
+        again = amdgpu_clang.assemble(re.sub(r"(?m)^\s*\.amdhsa_code_object_version.*$", "", built.isa), arch)
+        assert again.elf[8] == 3
+
+
+@pytest.mark.parametrize("spoil", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"{}\nELF"])
+def test_a_spoilt_kernel_on_disk_is_compiled_again(source, compiled, tmp_path, monkeypatch, spoil):
+    macros = {"BIAS": 2, "PADDED": 1}
+    first = compile_hip(source, "gfx950", macros)
+    [path] = (tmp_path / "cache").glob("*.amd")
+    path.write_bytes(spoil(path.read_bytes()))
+    monkeypatch.setattr(built_module, "_BUILT", {})
+    monkeypatch.setattr(artifacts, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="is not what was stored there"):
+        assert compile_hip(source, "gfx950", macros).code_object.elf == first.code_object.elf
+    assert len(compiled) == 2
 
 
 def test_an_interpreted_kernel_is_refused():
@@ -321,7 +346,7 @@ def test_a_fork_leaves_flydsl_to_its_parent(factory, monkeypatch, tmp_path):
 
 
 def test_flydsl_missing_is_said_with_its_command(monkeypatch):
-    monkeypatch.setattr(flydsl.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(flydsl.packages, "installed", lambda name: False)
     assert flydsl.missing() == "FlyDSL is not installed: pip install 'lightning-indexer[amd,flydsl]'"
     with pytest.raises(CompileError, match="FlyDSL is not installed"):
         flydsl.compile_flydsl("module:make", {}, "gfx950")

@@ -8,8 +8,8 @@ import pytest
 
 from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.amd.built import Built
-from lightning_indexer.backends.hip_gfx950.config import Tunables, heuristic
-from lightning_indexer.backends.hip_gfx950.mqa_logits import FLAGS, HipGfx950, compile_kernel, is_supported
+from lightning_indexer.backends.hip_gfx950.config import Tunables, heuristic, neighbours
+from lightning_indexer.backends.hip_gfx950.mqa_logits import FLAGS, MqaLogits, compile_kernel, is_supported
 
 GFX950 = Arch.parse("gfx950")
 LONG = MqaLogitsProblem(4096, 32768, 32, 128)
@@ -71,12 +71,19 @@ def test_the_packed_clamp_takes_fewer_instructions():
     assert count(clamp, "v_max_f32(_e32|_e64)?") == 0
     # 9 for 16; of the multiply-adds the compiler may leave a few more unpacked.
     assert vector(clamp) <= vector(maximum) - 5 * rows_and_tiles
-    assert heuristic(LONG, GFX950).relu == "clamp"
+
+
+def test_the_packed_clamp_is_never_the_heuristics_choice():
+    """No hardware has shown that packed float32 products obey the clamp bit."""
+    problems = [MqaLogitsProblem(m, n, h, 128) for m in (1, 64, 4096) for n in (64, 4096, 131072) for h in (32, 64)]
+    assert {heuristic(problem, GFX950).relu for problem in problems} == {"max"}
+    assert count(MqaLogits().build(LONG, GFX950), r"v_pk_mul_f32 .* clamp") == 0
 
 
 def test_the_first_reader_of_a_product_is_one_that_the_compiler_knows():
     """Between a matrix product and its reader the compiler puts wait states, but none before inline assembly."""
-    for built in (compiled(), compiled(strategy="lds"), compiled(block_m=2), compiled(block_m=8)):
+    for tunables in ({}, {"strategy": "lds"}, {"block_m": 2}, {"block_m": 8}):
+        built = compiled(relu="clamp", **tunables)
         lines = instructions(built)
         checked = 0
         for index, line in enumerate(lines):
@@ -98,7 +105,7 @@ def test_the_first_reader_of_a_product_is_one_that_the_compiler_knows():
 
 
 def test_two_waves_of_a_simd_and_no_spill():
-    for tunables in ({}, {"relu": "max"}, {"strategy": "lds"}, {"unroll2": False}):
+    for tunables in ({}, {"relu": "clamp"}, {"strategy": "lds"}, {"unroll2": False}):
         resources = compiled(**tunables).resources
         assert resources.vgpr <= 256
         assert resources.waves_per_simd == 2
@@ -111,6 +118,25 @@ def test_other_rows_a_wave_do_not_spill():
         assert (two.vgpr_spills, two.scratch, two.waves_per_simd) == (0, 0, 3)
         eight = compiled(block_m=8, strategy=strategy).resources
         assert (eight.vgpr_spills, eight.scratch, eight.waves_per_simd) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(("heads", "block_m"), [(32, 8), (64, 4)])
+def test_eight_waves_of_the_widest_rows_would_spill_and_are_refused(heads, block_m):
+    problem = LONG._replace(heads=heads)
+    with pytest.raises(ValueError, match=f"num_warps: got 8 with block_m {block_m} and H={heads}, expected at most 4"):
+        heuristic(problem, GFX950, Tunables(block_m=block_m, num_warps=8))
+    resources = compiled(problem=problem, block_m=block_m // 2, num_warps=8).resources
+    assert (resources.vgpr_spills, resources.sgpr_spills, resources.scratch) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("form", [True, False], ids=["clean", "nocl"])
+def test_no_config_that_is_measured_spills(heads, form):
+    for rows, keys in ((4096, 32768), (64, 64)):
+        problem = MqaLogitsProblem(rows, keys, heads, 128, clean_logits=form)
+        for config in neighbours(problem, GFX950):
+            resources = compile_kernel(config).resources
+            assert (resources.vgpr_spills, resources.sgpr_spills, resources.scratch) == (0, 0, 0), config
 
 
 def test_the_head_sum_on_the_matrix_unit_is_an_option():
@@ -127,7 +153,7 @@ def test_the_head_sum_on_the_matrix_unit_is_an_option():
 
 
 def test_64_heads():
-    built = HipGfx950().build(MqaLogitsProblem(4096, 32768, 64, 128), GFX950)
+    built = MqaLogits().build(MqaLogitsProblem(4096, 32768, 64, 128), GFX950)
     assert "_H64_" in built.kernel
     assert built.resources.vgpr_spills == 0
     assert built.resources.waves_per_simd == 2

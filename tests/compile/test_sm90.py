@@ -106,9 +106,21 @@ def test_the_cache_is_keyed_by_source_macros_and_compiler(tmp_path, monkeypatch)
     nvrtc.cubin(source, "sm_90a", {"VALUE": 2})
     (source.parent / "other.cuh").write_text("// a header that the kernel might include")
     nvrtc.cubin(source, "sm_90a", {"VALUE": 1})
+    monkeypatch.setattr(nvrtc, "_OPTIONS", {**nvrtc._OPTIONS, "use_fast_math": True})
+    nvrtc.cubin(source, "sm_90a", {"VALUE": 1})
     monkeypatch.setattr(nvrtc, "version", lambda: "0.0")
     nvrtc.cubin(source, "sm_90a", {"VALUE": 1})
-    assert len(builds) == 4
+    assert len(builds) == 5
+
+
+def test_the_version_names_the_packages_that_options_pass_through(monkeypatch):
+    from lightning_indexer import packages
+
+    before = nvrtc.version.__wrapped__()
+    real = packages.version
+    for changed in ("cuda-core", "nvidia-cuda-nvrtc"):
+        monkeypatch.setattr(packages, "version", lambda name, changed=changed: "0" if name == changed else real(name))
+        assert nvrtc.version.__wrapped__() != before
 
 
 def test_an_unwritable_cache_costs_time_only(tmp_path, monkeypatch):
@@ -117,7 +129,8 @@ def test_an_unwritable_cache_costs_time_only(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(blocked / "cache"))
     source = tmp_path / "mqa_logits.cuh"
     source.write_text('extern "C" __global__ void kernel() {}')
-    assert nvrtc.cubin(source, "sm_90a", {})[:4] == b"\x7fELF"
+    with pytest.warns(RuntimeWarning, match="LIGHTNING_INDEXER_CACHE_DIR names another folder"):
+        assert nvrtc.cubin(source, "sm_90a", {})[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -147,7 +160,7 @@ def test_missing_package_is_named_with_its_command():
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] == 'cuda': raise ModuleNotFoundError(name, name=name)\n"
         "sys.meta_path.insert(0, Block())\n"
-        "from lightning_indexer.toolchain import nvrtc\n"
+        "from lightning_indexer.cuda import nvrtc\n"
         "print(nvrtc.missing())\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,19 @@ ARCHS = {
 }
 
 
-def compile_for(arch: str, cache: Path) -> list[dict]:
+# Rows of k that start anywhere: loads of bytes.
+UNALIGNED = [
+    [4096, 32768, heads, head_dim, {"aligned": False, **facts}]
+    for heads, head_dim in ((64, 128), (32, 128), (128, 64))
+    for facts in ({}, {"clean_logits": False}, {"clean_logits": False, "max_seqlen_k": 32768})
+]
+
+
+def compile_for(arch: str, cache: Path, problems: Sequence = tuple(PROBLEMS.values())) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(cache)}
     environment["LIGHTNING_INDEXER_CACHE_DIR"] = str(cache / "lightning-indexer")
-    command = [sys.executable, str(SCRIPT), arch, json.dumps(list(PROBLEMS.values()))]
+    command = [sys.executable, str(SCRIPT), arch, json.dumps(problems)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -79,3 +88,12 @@ def test_compiles(arch, tmp_path):
             assert re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", kernel["text"]) == ["0", "0"]
     if arch.startswith("sm"):
         assert spilled_bytes(tmp_path) == [("0", "0")] * len(PROBLEMS)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_unaligned_rows_do_not_spill(arch, tmp_path):
+    kernels = compile_for(arch, tmp_path, UNALIGNED)
+    assert len(kernels) == len(UNALIGNED)
+    for kernel in kernels:
+        assert re.findall(r"^; ScratchSize: (\d+)$", kernel["text"], re.MULTILINE) == ["0"], kernel["name"]
+        assert re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", kernel["text"]) == ["0", "0"], kernel["name"]

@@ -157,7 +157,7 @@ def test_info_lists_devices_backends_packages_and_variables():
 def test_info_shows_variables_and_warns_of_unknown_ones(monkeypatch):
     values = {
         "BACKEND": "torch-blocked", "ARCH": "gfx950", "CACHE_DIR": "/tmp/kernels", "KERNELS": "1", "VLLM": "0",
-        "SGLANG": "1",
+        "SGLANG": "1", "TRUST_CACHE": "0",
     }  # fmt: skip
     assert {f"LIGHTNING_INDEXER_{name}" for name in values} == set(envs.KNOWN)
     for name, value in values.items():

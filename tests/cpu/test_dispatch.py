@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers import CPU, assert_matches, expected_for
+from helpers import CPU, assert_matches, expected_for, replace_launches
 from lightning_indexer import (
     Arch,
     BackendUnavailableError,
@@ -158,7 +158,7 @@ def test_gluon_gfx950():
     unaligned = DEEPSEEK._replace(aligned=False)
     assert chosen(unaligned, gfx950) == ["triton-portable"]
     assert "start on 16 bytes" in reasons(unaligned, gfx950)["gluon-gfx950"]
-    assert chosen(DEEPSEEK._replace(keys=2**31 - 1), gfx950) == ["triton-portable"]
+    assert "has to be an int32" in reasons(DEEPSEEK._replace(keys=2**31 - 1), gfx950)["gluon-gfx950"]
     for arch in Arch.known():
         if arch is not gfx950:
             assert reasons(DEEPSEEK, arch, "gluon-gfx950")["gluon-gfx950"].endswith(f"not {arch.name}'s")
@@ -191,7 +191,7 @@ def test_support_table_covers_every_backend_and_arch():
         for name, row in table.items():
             assert list(row) == [arch.name for arch in Arch.known()]
             for arch in Arch.known():
-                assert row[arch.name] == dispatch.get(name).supports(problem or DEEPSEEK, arch)
+                assert row[arch.name] == dispatch.kernel(name).supports(problem or DEEPSEEK, arch)
     assert support_table()["triton-portable"]["sm90"] is None
     assert support_table(ODD)["triton-portable"]["sm90"] == "H=24 is not one of 8, 16, 32, 64, 128"
     assert set(support_table(ODD)["torch-blocked"].values()) == {None}
@@ -285,10 +285,10 @@ def test_a_call_never_falls_back(monkeypatch, by):
 
 
 def test_an_error_of_a_backend_is_not_swallowed(monkeypatch):
-    def run(operands, out):
+    def run(call):
         raise RuntimeError("out of registers")
 
-    monkeypatch.setattr(type(dispatch.get("torch-blocked")), "prepare", lambda self, problem, arch: run)
+    replace_launches(monkeypatch, lambda *_: run)
     inputs = make_inputs(4, 40, 8, 32, CPU)
     ks, ke = make_windows("misaligned", 4, 40, CPU)
     with pytest.raises(RuntimeError, match="out of registers"):
@@ -316,47 +316,75 @@ def test_the_backend_variable(monkeypatch):
 
 
 @pytest.fixture
-def prepared(monkeypatch):
-    """Every (backend, problem, arch) that a backend is asked to prepare; what it returns is its own name."""
+def launched(monkeypatch):
+    """Every (backend, problem, arch) that is asked to launch; what it returns is its own name."""
     asked = []
-    for backend in dispatch.backends():
 
-        def prepare(self, problem, arch):
-            asked.append((self.name, problem, arch.name))
-            return self.name
+    def launch(name, problem, arch):
+        asked.append((name, problem, arch.name))
+        return name
 
-        monkeypatch.setattr(type(backend), "prepare", prepare)
+    replace_launches(monkeypatch, launch)
     return asked
 
 
-def test_preparation_is_cached(prepared):
+def prepared(problem: MqaLogitsProblem, arch: Arch, name: str | None = None) -> str:
+    found = dispatch.prepare(problem, arch, name)
+    assert found.run == found.backend
+    assert found.settled
+    return found.backend
+
+
+def test_the_winner_alone_is_launched(launched):
     sm80, gfx950 = Arch.parse("sm80"), Arch.parse("gfx950")
-    for _ in range(3):
-        assert dispatch.prepare(DEEPSEEK, sm80) == "triton-portable"
-    assert prepared == [("triton-portable", DEEPSEEK, "sm80")]
-    assert dispatch.prepare(DEEPSEEK, gfx950) == "gluon-gfx950"
-    assert dispatch.prepare(DEEPSEEK, sm80, "torch-blocked") == "torch-blocked"
-    assert dispatch.prepare(ODD, sm80) == "torch-blocked"
-    assert prepared[1:] == [
+    assert prepared(DEEPSEEK, sm80) == "triton-portable"
+    assert prepared(DEEPSEEK, gfx950) == "gluon-gfx950"
+    assert prepared(DEEPSEEK, sm80, "torch-blocked") == "torch-blocked"
+    assert prepared(ODD, sm80) == "torch-blocked"
+    assert launched == [
+        ("triton-portable", DEEPSEEK, "sm80"),
         ("gluon-gfx950", DEEPSEEK, "gfx950"),
         ("torch-blocked", DEEPSEEK, "sm80"),
         ("torch-blocked", ODD, "sm80"),
     ]
 
 
-def test_preparation_follows_the_environment(prepared, monkeypatch):
+def test_preparation_follows_the_environment(launched, monkeypatch):
     sm80, cpu = Arch.parse("sm80"), Arch.parse("cpu")
-    assert dispatch.prepare(DEEPSEEK, sm80) == "triton-portable"
+    assert prepared(DEEPSEEK, sm80) == "triton-portable"
     monkeypatch.setenv("LIGHTNING_INDEXER_BACKEND", "torch-blocked")
-    assert dispatch.prepare(DEEPSEEK, sm80) == "torch-blocked"
-    assert dispatch.prepare(DEEPSEEK, sm80, "triton-portable") == "triton-portable"
+    assert prepared(DEEPSEEK, sm80) == "torch-blocked"
+    assert prepared(DEEPSEEK, sm80, "triton-portable") == "triton-portable"
     monkeypatch.delenv("LIGHTNING_INDEXER_BACKEND")
-    assert dispatch.prepare(DEEPSEEK, sm80) == "triton-portable"
+    assert prepared(DEEPSEEK, sm80) == "triton-portable"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert dispatch.prepare(DEEPSEEK, cpu, "triton-portable") == "triton-portable"
-    monkeypatch.delenv("TRITON_INTERPRET")
+    assert prepared(DEEPSEEK, cpu, "triton-portable") == "triton-portable"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(BackendUnavailableError, match="Triton has no CPU target"):
         dispatch.prepare(DEEPSEEK, cpu, "triton-portable")
+
+
+def call_of(rows: int = 4) -> tuple:
+    inputs = make_inputs(rows, 40, 8, 32, CPU)
+    ks, ke = make_windows("misaligned", rows, 40, CPU)
+    return inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke
+
+
+def test_calls_that_agree_are_planned_once(monkeypatch):
+    asked = []
+    replace_launches(monkeypatch, lambda name, problem, arch: lambda call: asked.append(problem) if not asked else None)
+    launches = []
+    kernel = dispatch.kernel("torch-blocked")
+    monkeypatch.setattr(kernel, "launch", lambda *_: launches.append(1) or (lambda call: None))
+    for _ in range(3):
+        fp8_mqa_logits(*call_of())
+    assert len(launches) == 1
+    fp8_mqa_logits(*call_of(5))
+    assert len(launches) == 2
+    wider = torch.empty(4, 60)[:, :40]
+    for _ in range(2):
+        fp8_mqa_logits(*call_of(), out=wider)
+    assert len(launches) == 3
 
 
 def test_what_cannot_run_is_refused_each_time():
@@ -453,9 +481,7 @@ def test_the_arch_variable_reaches_selection(monkeypatch):
     """As gfx942, a CPU call takes Triton, which is replaced here by a mark."""
     ran = []
     monkeypatch.setattr(
-        type(dispatch.get("triton-portable")),
-        "prepare",
-        lambda self, problem, arch: lambda operands, out: ran.append(arch.name),
+        dispatch.kernel("triton-portable"), "launch", lambda problem, arch, config: lambda call: ran.append(arch.name)
     )
     inputs = make_inputs(4, 40, 8, 32, CPU)
     ks, ke = make_windows("misaligned", 4, 40, CPU)
@@ -472,7 +498,7 @@ def test_the_arch_variable_reaches_selection(monkeypatch):
 
 def test_problem_texts_and_width():
     assert str(DEEPSEEK) == "M=4096 N=32768 H=64 D=128 clean float32"
-    assert str(MqaLogitsProblem(1, 2, 8, 32, clean_logits=False)) == "M=1 N=2 H=8 D=32 not clean float32"
+    assert str(MqaLogitsProblem(1, 2, 8, 32, clean_logits=False)) == "M=1 N=2 H=8 D=32 noclean float32"
     compressed = MqaLogitsProblem(1, 20, 8, 32, clean_logits=False, max_seqlen_k=7, out_dtype=torch.bfloat16)
     assert str(compressed) == "M=1 N=20 H=8 D=32 compressed to 7 bfloat16"
     assert (compressed.width, compressed.compressed) == (7, True)

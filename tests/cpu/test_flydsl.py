@@ -38,7 +38,7 @@ def test_the_gate_is_open_for_every_form(arch):
     for facts in ({}, {"clean_logits": False}, {"clean_logits": False, "max_seqlen_k": 99}):
         for heads, head_dim, out_dtype in itertools.product((32, 64, 128), (64, 128), (torch.float32, torch.bfloat16)):
             asked = problem(1, 1, heads, head_dim, out_dtype=out_dtype, **facts)
-            assert dispatch.get("flydsl").supports(asked, Arch.parse(arch)) is None
+            assert dispatch.kernel("flydsl").supports(asked, Arch.parse(arch)) is None
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_the_gate_is_open_for_every_form(arch):
     ],
 )
 def test_the_gate_says_why_not(asked, sentence):
-    assert dispatch.get("flydsl").supports(asked, Arch.parse("gfx950")) == sentence
-    assert dispatch.get("flydsl").supports(asked._replace(keys=8, heads=64, head_dim=128, aligned=True, max_seqlen_k=0),
-                                           Arch.parse("gfx950")) is None  # fmt: skip
+    assert dispatch.kernel("flydsl").supports(asked, Arch.parse("gfx950")) == sentence
+    good = asked._replace(keys=8, heads=64, head_dim=128, aligned=True, max_seqlen_k=0)
+    assert dispatch.kernel("flydsl").supports(good, Arch.parse("gfx950")) is None
 
 
 def test_other_archs_are_refused_by_name():
-    assert dispatch.get("flydsl").supports(problem(8, 8), Arch.parse("gfx90a")) == (
-        "built for gfx942 and gfx950, not for gfx90a"
+    assert dispatch.kernel("flydsl").supports(problem(8, 8), Arch.parse("gfx90a")) == (
+        "needs CDNA3 or CDNA4 and its fp8 matrix instruction of 32x32x16, not gfx90a's"
     )
 
 
@@ -109,7 +109,7 @@ def test_every_choice_fits(arch):
 
 def test_the_name_is_made_of_the_config():
     plan = Layout("gfx950", 32, 128, 2, 2, 3, clean=False)
-    assert plan.name == "fp8_mqa_logits_H32_D128_mfma32x32x64_bkv64_r2_w2_lds3_swizzled_nocl_flydsl"
+    assert plan.name == "fp8_mqa_logits_H32_D128_mfma32x32x64_bkv64_r2_w2_lds3_swizzled_noclean_flydsl"
     plan = Layout("gfx942", 64, 64, 1, 4, 2, clean=False, compressed=True, bf16=True, swizzle=False)
     assert plan.name == "fp8_mqa_logits_H64_D64_mfma16x16x32_bkv256_r1_w4_lds2_compressed_bf16_flydsl"
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer.backends.gluon_gfx950 import backend
+from lightning_indexer.backends.gluon_gfx950.backend import GluonGfx950
 from lightning_indexer.backends.gluon_gfx950.config import GluonConfig, heuristic, is_wide, neighbours
-from lightning_indexer.backends.gluon_gfx950.mqa_logits import HEAD_DIMS, HEADS, GluonGfx950, Launch
+from lightning_indexer.backends.gluon_gfx950.mqa_logits import HEAD_DIMS, HEADS, Launch
 from lightning_indexer.toolchain.occupancy import lds_limit
 
 GFX950 = Arch.parse("gfx950")

@@ -134,7 +134,7 @@ def test_fake_results_look_like_eager_ones(form, rows, keys):
         fake = call(*(mode.from_tensor(argument) for argument in arguments), **form)
     assert type(fake) is not torch.Tensor
     assert fake.shape == eager.shape == (rows, form["max_seqlen_k"] or keys)
-    assert fake.stride() == eager.stride()
+    assert fake.stride() == torch.empty(fake.shape).stride()  # contiguous, where eager results have padded rows
     assert fake.dtype is eager.dtype is form["out_dtype"]
     assert fake.device == eager.device
     assert fake.storage_offset() == eager.storage_offset()
@@ -155,9 +155,8 @@ def test_fake_out_is_returned():
 def test_meta_tensors():
     eager = call(*operands())
     meta = call(*(argument.to("meta") for argument in operands()))
-    assert (meta.device.type, meta.shape, meta.stride(), meta.dtype) == (
-        "meta", eager.shape, eager.stride(), eager.dtype,
-    )  # fmt: skip
+    assert (meta.device.type, meta.shape, meta.dtype) == ("meta", eager.shape, eager.dtype)
+    assert meta.is_contiguous()
 
 
 def test_parameters_go_through_the_operator():
@@ -202,7 +201,7 @@ def test_compiled_calls_equal_eager_ones(backend):
     for form in FORMS.values():
         compiled = torch.compile(lambda *a, form=form: call(*a, **form), backend=backend, fullgraph=True)
         result, eager = compiled(*arguments), call(*arguments, **form)
-        assert result.stride() == eager.stride()
+        assert result.is_contiguous()
         inside = expected_logits(*arguments, form["max_seqlen_k"]) != float("-inf")
         if form["clean_logits"]:
             inside[:] = True
@@ -218,28 +217,20 @@ def test_compiled_between_other_operations():
     assert same_bits(compiled(*arguments), step(*arguments))
 
 
-# Graphs so far, at most. A result whose rows need no padding is contiguous, which a trace cannot leave open: one more.
-GRAPHS_OF_SIZES = [
-    ((6, 50), 1),
-    ((6, 51), 1),
-    ((9, 130), 1),
-    ((6, 64), 2),
-    ((11, 1000), 2),
-    ((7, 128), 2),
-    ((5, 77), 2),
-]
+# Widths that would need padding in eager code and widths that would not: one graph for all.
+SIZES = [(6, 50), (6, 51), (9, 130), (6, 64), (11, 1000), (7, 128), (5, 77)]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_no_recompilation_per_size(backend):
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
-    for (rows, keys), graphs in GRAPHS_OF_SIZES:
+    for rows, keys in SIZES:
         arguments = operands(rows, keys)
         result, eager = compiled(*arguments), call(*arguments)
-        assert result.stride() == eager.stride()
+        assert result.is_contiguous()
         assert same_bits(result, eager)
-        assert counter.frame_count <= graphs
+        assert counter.frame_count == 1
 
 
 def test_automatic_dynamic_sizes_settle():

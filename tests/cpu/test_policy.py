@@ -92,6 +92,7 @@ class Open:
 
     def __init__(self, name: str, gate: str | None = None, missing: str | None = None) -> None:
         self.name, self._gate, self._missing = name, gate, missing
+        self.kernels = {"fp8_mqa_logits": self}
 
     def missing(self) -> str | None:
         return self._missing
@@ -99,7 +100,13 @@ class Open:
     def supports(self, problem: MqaLogitsProblem, arch: Arch) -> str | None:
         return self._gate
 
-    def prepare(self, problem: MqaLogitsProblem, arch: Arch):
+    def config(self, problem: MqaLogitsProblem, arch: Arch) -> str:
+        return "a config"
+
+    def neighbours(self, problem: MqaLogitsProblem, arch: Arch) -> list[str]:
+        return ["a config"]
+
+    def launch(self, problem: MqaLogitsProblem, arch: Arch, config: str):
         return self.name
 
 
@@ -110,7 +117,7 @@ def registry(monkeypatch, *backends: Open) -> None:
     """A registry of doubles: those given, and open ones for the other names."""
     named = {backend.name: backend for backend in backends}
     monkeypatch.setattr(dispatch, "_BACKENDS", {name: named.get(name, Open(name)) for name in NAMES})
-    dispatch.forget()
+    dispatch.changed()
 
 
 def select(arch: str, *shape: int) -> str:
@@ -122,7 +129,7 @@ def test_the_four_cases_of_vllms_dispatch_test(monkeypatch, arch, kernels, shape
     registry(monkeypatch)
     monkeypatch.setenv("LIGHTNING_INDEXER_KERNELS", "1" if kernels else "0")
     assert select(arch, *shape) == expected
-    assert dispatch.prepare(MqaLogitsProblem(*shape, 128), Arch.parse(arch)) == expected
+    assert dispatch.prepare(MqaLogitsProblem(*shape, 128), Arch.parse(arch)).run == expected
 
 
 def test_a_faster_rule_goes_before_flydsl(monkeypatch):
@@ -180,7 +187,7 @@ def test_preparation_follows_the_switch(monkeypatch):
     problem, sm90 = MqaLogitsProblem(4096, 32768, 64, 128), Arch.parse("sm90")
     for value, expected in (("1", "cuda-sm90"), ("0", "torch-blocked"), ("on", "cuda-sm90"), ("", "cuda-sm90")):
         monkeypatch.setenv("LIGHTNING_INDEXER_KERNELS", value)
-        assert dispatch.prepare(problem, sm90) == expected
+        assert dispatch.prepare(problem, sm90).run == expected
     monkeypatch.setenv("LIGHTNING_INDEXER_KERNELS", "perhaps")
     with pytest.raises(ValueError, match=r"^LIGHTNING_INDEXER_KERNELS: got 'perhaps', expected 0 or 1$"):
         dispatch.prepare(problem, sm90)
@@ -194,7 +201,7 @@ def test_a_call_follows_the_switch(monkeypatch):
 
     ran = []
     monkeypatch.setattr(
-        type(dispatch.get("triton-portable")), "prepare", lambda self, problem, arch: lambda *_: ran.append(arch.name)
+        dispatch.kernel("triton-portable"), "launch", lambda problem, arch, config: lambda call: ran.append(arch.name)
     )
     monkeypatch.setattr(type(dispatch.get("triton-portable")), "missing", lambda self: None)
     monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "sm80")

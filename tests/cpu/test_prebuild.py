@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import warnings
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from lightning_indexer import Arch, MqaLogitsProblem
+from lightning_indexer import Arch, MqaLogitsProblem, artifacts
 from lightning_indexer.backends.cuda_sm90 import mqa_logits as sm90
 from lightning_indexer.backends.cuda_sm90.config import heuristic
 from lightning_indexer.backends.flydsl_cdna import config as flydsl
@@ -131,6 +134,66 @@ def test_a_cache_that_cannot_be_written_is_an_error(monkeypatch, tmp_path):
     result = CliRunner().invoke(cli.app, ["prebuild", "--arch", "sm90", "--heads", "8"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "cannot write into" in result.output
+
+
+class Storing(Faulty):
+    """Stores one kernel in the disk cache."""
+
+    def precompile(self, problem, arch):
+        return artifacts.get_or_build(("key",), ".cubin", lambda: b"kernel").decode()
+
+
+@pytest.mark.parametrize("how", ["full disk", "half written", "trusted by nobody"])
+def test_prebuild_fails_where_a_later_process_would_find_nothing(monkeypatch, tmp_path, how):
+    monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Storing())
+    monkeypatch.setattr(prebuild, "run", lambda batches, jobs: map(prebuild.compile_batch, batches))
+    arguments = ["prebuild", "--arch", "sm90", "--heads", "32", "--backend", "faulty"]
+    real = Path.replace
+
+    def replace(self, target):
+        if how == "full disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.write_bytes(b"")
+        return real(self, target)
+
+    if how == "trusted by nobody":
+        tmp_path.chmod(0o777)
+        said = "other users may write to it"
+    else:
+        monkeypatch.setattr(Path, "replace", replace)
+        said = "No space left on device" if how == "full disk" else "does not hold what was just written"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 1
+    assert "FAIL faulty H=32 D=128: nothing is kept in" in result.output
+    assert said in result.output
+    assert not list(tmp_path.glob("*.tmp"))
+    monkeypatch.setattr(Path, "replace", real)
+    tmp_path.chmod(0o755)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert CliRunner().invoke(cli.app, arguments).exit_code == 0
+
+
+def test_an_empty_file_does_not_pass_for_a_kernel(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Storing())
+    [batch] = prebuild.plan(SM90, [32], [64], names=["faulty"])
+    assert prebuild.compile_batch(batch).error == ""
+    [path] = tmp_path.iterdir()
+    path.write_bytes(b"")
+    with pytest.warns(RuntimeWarning, match="is not what was stored there"):
+        assert prebuild.compile_batch(batch) == prebuild.Prebuilt(batch, ("kernel",))
+    assert path.read_bytes().startswith(b"kernel")
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch):
+    monkeypatch.setattr("lightning_indexer.envs.cache_dir", lambda: None)
+    result = CliRunner().invoke(cli.app, ["prebuild", "--arch", "sm90", "--heads", "8"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "this user has no home directory: name a folder" in result.output
 
 
 def test_a_launch_finds_what_was_compiled(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -43,6 +44,10 @@ def random_call(s_q, s_k, heads, head_dim, window="causal"):
     return inputs.q_fp8, inputs.k_fp8, scale, inputs.weights, *make_windows(window, s_q, s_k, CPU)
 
 
+def reference(q, k, kv_scale, weights, ks, ke) -> torch.Tensor:
+    return reference_logits(q, (k, kv_scale), weights, ks, ke)
+
+
 def integer_call(rows, keys, heads, head_dim):
     """Small integers, for which every sum is exact whatever its order: results can be compared bit by bit."""
     generator = torch.Generator().manual_seed(7)
@@ -64,7 +69,7 @@ def test_the_formula(window, s_q, s_k, heads, head_dim):
     if not window_applies(window, s_q, s_k):
         return
     call = random_call(s_q, s_k, heads, head_dim, window)
-    logits = reference_logits(*call)
+    logits = reference(*call)
     expected, magnitudes = by_loops(*call)
     assert logits.shape == (s_q, s_k)
     assert logits.dtype is torch.float32
@@ -81,7 +86,7 @@ def test_the_formula_exactly():
     call = integer_call(7, 9, 4, 16)
     expected, _ = by_loops(*call)
     assert any(value < 0 for row in expected for value in row if value != -math.inf)
-    assert reference_logits(*call).tolist() == expected
+    assert reference(*call).tolist() == expected
 
 
 def test_scores_are_neither_scaled_nor_masked():
@@ -94,7 +99,7 @@ def test_scores_are_neither_scaled_nor_masked():
 def test_row_chunks_change_nothing(monkeypatch, rows_at_a_time):
     heads, keys = 4, 9
     call = integer_call(7, keys, heads, 16)
-    whole = reference_logits(*call)
+    whole = reference(*call)
     seen = []
     einsum = torch.einsum
 
@@ -104,7 +109,7 @@ def test_row_chunks_change_nothing(monkeypatch, rows_at_a_time):
 
     monkeypatch.setattr("lightning_indexer.problems.mqa_logits._SCORE_BYTES", rows_at_a_time * heads * keys * 4)
     monkeypatch.setattr(torch, "einsum", counting)
-    assert same_bits(reference_logits(*call), whole)
+    assert same_bits(reference(*call), whole)
     step = max(1, rows_at_a_time)
     assert max(seen) == step, "no chunk is larger than asked for, and a budget for no row at all still makes progress"
     assert sum(seen) == 2 * 7
@@ -112,15 +117,15 @@ def test_row_chunks_change_nothing(monkeypatch, rows_at_a_time):
 
 def test_column_vector_of_scales_and_wide_inputs():
     q, k, scale, weights, ks, ke = integer_call(7, 9, 4, 16)
-    plain = reference_logits(q, k, scale, weights, ks, ke)
-    assert same_bits(reference_logits(q, k, scale[:, None], weights, ks, ke), plain)
-    assert same_bits(reference_logits(q.float(), k.bfloat16(), scale, weights.double(), ks, ke), plain)
+    plain = reference(q, k, scale, weights, ks, ke)
+    assert same_bits(reference(q, k, scale[:, None], weights, ks, ke), plain)
+    assert same_bits(reference(q.float(), k.bfloat16(), scale, weights.double(), ks, ke), plain)
 
 
 def test_inputs_are_left_alone():
     call = integer_call(7, 9, 4, 16)
     copies = [tensor.clone() for tensor in call]
-    reference_logits(*call)
+    reference(*call)
     assert all(same_bits(tensor, copy) for tensor, copy in zip(call, copies, strict=True))
 
 
@@ -129,7 +134,7 @@ def test_inputs_are_left_alone():
 def test_zeros_are_positive(scale, weight):
     # Every product is negative, so that the ReLU leaves zero for every head.
     q, k = torch.full((2, 3, 4), -1.0), torch.ones(5, 4)
-    logits = reference_logits(q, k, torch.full((5,), scale), torch.full((2, 3), weight), int32(0, 1), int32(5, 5))
+    logits = reference(q, k, torch.full((5,), scale), torch.full((2, 3), weight), int32(0, 1), int32(5, 5))
     inside = logits[0]
     assert bool((inside == 0).all())
     assert not bool(torch.signbit(inside).any())
@@ -140,7 +145,7 @@ def test_empty_reversed_and_outlying_windows():
     q, k, scale, weights, _, _ = integer_call(7, 9, 4, 16)
     ks = int32(4, 5, -3, 9, 100, -(2**31), 2)
     ke = int32(4, 3, 0, 12, 200, 2**31 - 1, 5)
-    logits = reference_logits(q, k, scale, weights, ks, ke)
+    logits = reference(q, k, scale, weights, ks, ke)
     assert bool((logits[:5] == -math.inf).all())
     assert bool(logits[5].isfinite().all())
     assert logits[6].isfinite().tolist() == [n in (2, 3, 4) for n in range(9)]
@@ -148,19 +153,19 @@ def test_empty_reversed_and_outlying_windows():
 
 def test_no_rows_and_no_keys():
     q, k, scale, weights, ks, ke = integer_call(7, 9, 4, 16)
-    assert reference_logits(q[:0], k, scale, weights[:0], ks[:0], ke[:0]).shape == (0, 9)
-    assert reference_logits(q, k[:0], scale[:0], weights, ks, ke).shape == (7, 0)
+    assert reference(q[:0], k, scale, weights[:0], ks[:0], ke[:0]).shape == (0, 9)
+    assert reference(q, k[:0], scale[:0], weights, ks, ke).shape == (7, 0)
 
 
 def test_garbage_in_keys_outside_every_window_does_not_show():
     q, k, scale, weights, _, _ = integer_call(7, 9, 4, 16)
     ks, ke = int32(*[2] * 7), int32(*[6] * 7)
-    clean = reference_logits(q, k, scale, weights, ks, ke)
+    clean = reference(q, k, scale, weights, ks, ke)
     dirty = k.clone().view(torch.uint8)
     dirty[[0, 1, 6, 7, 8]] = 0x7F
     scale = scale.clone()
     scale[7] = math.inf
-    assert same_bits(reference_logits(q, dirty.view(torch.float8_e4m3fn), scale, weights, ks, ke), clean)
+    assert same_bits(reference(q, dirty.view(torch.float8_e4m3fn), scale, weights, ks, ke), clean)
 
 
 @pytest.mark.parametrize(("ks", "ke"), [([0, 3], [5, 3]), ([-4, 6], [2, 9])])
@@ -226,7 +231,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch, elements):
     where[0] = False
     whole, masked = calc_diff(x, y), calc_diff(x, y, where)
     assert whole != masked
-    monkeypatch.setattr("lightning_indexer.problems.mqa_logits._DIFF_ELEMENTS", elements)
+    monkeypatch.setattr("lightning_indexer.problems.accuracy._DIFF_ELEMENTS", elements)
     assert calc_diff(x, y) == whole
     assert calc_diff(x, y, where) == masked
 
@@ -237,3 +242,45 @@ def test_nothing_to_compare():
     assert calc_diff(torch.zeros(2, 2), torch.zeros(2, 2)) == 0.0
     x = torch.randn(2, 2)
     assert calc_diff(x, -x, torch.zeros(2, 2, dtype=torch.bool)) == 0.0
+
+
+# An oracle does not depend on the modes around it.
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def matmul_precision(name):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+MODES = {
+    "autocast to bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default dtype float64": lambda: default_dtype(torch.float64),
+    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "matmul precision medium": lambda: matmul_precision("medium"),
+    "inference mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_no_mode_around_the_reference_changes_it(mode):
+    call = random_call(6, 40, 8, 32, "misaligned")
+    expected = reference(*call)
+    with mode():
+        found = reference(*call)
+    assert found.dtype is torch.float32
+    assert same_bits(found, expected)

@@ -31,6 +31,7 @@ from lightning_indexer.backends.torch_blocked import mqa_logits as backend_modul
 from lightning_indexer.backends.torch_blocked.config import BlockConfig, heuristic
 from lightning_indexer.check.cases import WINDOWS, Inputs, make_inputs, make_windows
 from lightning_indexer.fp8 import dequantize_k
+from lightning_indexer.selection import registry
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 # calc_diff against float32 on the operands before quantisation, spec section 4.
@@ -44,7 +45,7 @@ BLOCKS = {"one block": None, "many blocks": BlockConfig(2, 16, 32), "odd blocks"
 def blocks(request, monkeypatch):
     config = BLOCKS[request.param]
     if config is not None:
-        monkeypatch.setattr(backend_module, "heuristic", lambda problem, arch: config)
+        monkeypatch.setattr(registry.kernel("torch-blocked"), "config", lambda problem, arch: config)
     return config
 
 
@@ -239,7 +240,7 @@ def test_keys_outside_of_every_window_are_not_read_into_a_result(blocks, form, d
 
 @pytest.mark.parametrize(("form", "dtype"), FORMS_AND_DTYPES)
 def test_twenty_calls_are_bitwise_equal(form, dtype, monkeypatch):
-    monkeypatch.setattr(backend_module, "heuristic", lambda problem, arch: BlockConfig(8, 64, 128))
+    monkeypatch.setattr(registry.kernel("torch-blocked"), "config", lambda problem, arch: BlockConfig(8, 64, 128))
     inputs = make_inputs(61, 200, 32, 64, CPU)
     ks, ke = make_windows("misaligned", 61, 200, CPU)
     width = 200 if form == "compressed" else 0
@@ -339,13 +340,14 @@ def test_the_four_pairs_of_gfx942(monkeypatch, q_dtype, k_dtype, form, dtype):
 def test_the_backend_of_gfx942_is_given_fnuz(monkeypatch, q_dtype, k_dtype):
     monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx942")
     seen = []
-    original = backend_module.TorchBlocked.prepare
+    kernel = registry.kernel("torch-blocked")
+    original = kernel.launch
 
-    def prepare(self, problem, arch):
-        run = original(self, problem, arch)
-        return lambda operands, out: seen.append((problem, arch, operands)) or run(operands, out)
+    def launch(problem, arch, config):
+        run = original(problem, arch, config)
+        return lambda call: seen.append((problem, arch, call)) or run(call)
 
-    monkeypatch.setattr(backend_module.TorchBlocked, "prepare", prepare)
+    monkeypatch.setattr(kernel, "launch", launch)
     inputs = make_inputs(4, 40, 4, 32, CPU)
     inputs = dataclasses.replace(
         inputs, q_fp8=inputs.q.clamp(-200, 200).to(q_dtype), k_fp8=inputs.k.clamp(-200, 200).to(k_dtype)

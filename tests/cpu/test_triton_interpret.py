@@ -29,7 +29,7 @@ from helpers import (
 from lightning_indexer import Arch, MqaLogitsProblem, envs, fp8_mqa_logits
 from lightning_indexer.backends.triton_portable import mqa_logits as backend_module
 from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic
-from lightning_indexer.backends.triton_portable.mqa_logits import HEAD_DIMS, HEADS, constants, launch, options
+from lightning_indexer.backends.triton_portable.mqa_logits import HEAD_DIMS, HEADS, Launch, constants, options
 from lightning_indexer.check.cases import WINDOWS, Inputs, make_inputs, make_windows
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall
 
@@ -53,8 +53,8 @@ def run(inputs: Inputs, ks, ke, out: torch.Tensor, form: str, arch: str, config:
         rows, inputs.k_fp8.shape[0], heads, head_dim, out_dtype=out.dtype, clean_logits=form == "clean",
         max_seqlen_k=width if form == "compressed" else 0,
     )  # fmt: skip
-    operands = MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
-    launch(problem, operands, out, Arch.parse(arch), config)
+    call = MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke, out=out)
+    Launch(problem, Arch.parse(arch), config)(call)
 
 
 def check(inputs: Inputs, ks, ke, form="clean", dtype=torch.float32, *, arch="sm90", config=SMALL, width=0):
@@ -260,7 +260,7 @@ FENCED = """
 import ctypes, json, mmap
 import torch
 from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, reference_logits
-from lightning_indexer.backends.triton_portable.mqa_logits import launch
+from lightning_indexer.backends.triton_portable.mqa_logits import Launch
 from lightning_indexer.backends.triton_portable.config import TileConfig
 from lightning_indexer.check.cases import make_inputs
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall
@@ -298,7 +298,7 @@ for before in (True, False):
         for facts in ({}, {"clean_logits": False}, {"clean_logits": False, "max_seqlen_k": 90}):
             problem = MqaLogitsProblem(rows, keys, 8, 32, **facts)
             out = fenced(torch.empty(rows, problem.width), before)
-            launch(problem, operands, out, Arch.parse(arch), TileConfig(32, 64, 4, 2))
+            Launch(problem, Arch.parse(arch), TileConfig(32, 64, 4, 2))(operands._replace(out=out))
             if not problem.compressed:
                 diffs.append(calc_diff(out, expected, inside))
 print(json.dumps(diffs))

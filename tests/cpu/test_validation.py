@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from helpers import CPU, assert_matches, check_guarded, expected_for, expected_logits, same_bits
+from helpers import (
+    CPU,
+    INTERPRETED,
+    assert_matches,
+    check_guarded,
+    expected_for,
+    expected_logits,
+    replace_launches,
+    same_bits,
+)
 from lightning_indexer import Arch, fp8_mqa_logits
 from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.chunking import MAX_KEYS
@@ -60,16 +69,26 @@ TENSOR_ROWS = [
     ("q", lambda x: x.float().to(torch.float8_e5m2), TypeError, "got dtype torch.float8_e5m2, expected"),
     ("k", lambda x: x.bfloat16(), TypeError, "got dtype torch.bfloat16, expected torch.float8_e4m3fn or"),
     ("kv_scale", lambda x: x.half(), TypeError, "got dtype torch.float16, expected torch.float32"),
-    ("weights", lambda x: x.bfloat16(), TypeError, "got dtype torch.bfloat16, expected torch.float32"),
-    ("cu_seqlen_ks", lambda x: x.long(), TypeError, "got dtype torch.int64, expected torch.int32"),
-    ("cu_seqlen_ke", lambda x: x.long(), TypeError, "got dtype torch.int64, expected torch.int32"),
+    ("weights", lambda x: x.double(), TypeError, "got dtype torch.float64, expected torch.float32 or"),
+    (
+        "cu_seqlen_ks",
+        lambda x: x.long(),
+        TypeError,
+        r"got dtype torch.int64, expected torch.int32: pass cu_seqlen_k[se].to\(torch.int32\)",
+    ),
+    (
+        "cu_seqlen_ke",
+        lambda x: x.long(),
+        TypeError,
+        r"got dtype torch.int64, expected torch.int32: pass cu_seqlen_k[se].to\(torch.int32\)",
+    ),
     ("cu_seqlen_ke", lambda x: x.float(), TypeError, "got dtype torch.float32, expected torch.int32"),
     # rank
     ("q", lambda x: x[:, 0], ValueError, r"got shape \[6, 32\], expected 3 dimensions, \[M, H, D\]"),
     ("k", lambda x: x[None], ValueError, r"got shape \[1, 50, 32\], expected 2 dimensions, \[N, D\]"),
     ("kv_scale", lambda x: x[0], ValueError, r"got shape \[\], expected \[50\] or \[50, 1\] to match k"),
     ("weights", lambda x: x[:, :, None], ValueError, r"got shape \[6, 4, 1\], expected 2 dimensions, \[M, H\]"),
-    ("cu_seqlen_ks", lambda x: x[:, None], ValueError, r"got shape \[6, 1\], expected 1 dimensions, \[M\]"),
+    ("cu_seqlen_ks", lambda x: x[:, None, None], ValueError, r"got shape \[6, 1, 1\], expected 1 dimensions, \[M\]"),
     ("cu_seqlen_ke", lambda x: x[0], ValueError, r"got shape \[\], expected 1 dimensions, \[M\]"),
     # shape
     ("q", lambda x: x[:, :0], ValueError, r"got shape \[6, 0, 32\], expected at least one head and one channel"),
@@ -99,16 +118,12 @@ TENSOR_ROWS = [
     ("q", every_second_of, ValueError, r"got strides \(256, 64, 2\), expected a contiguous last dimension"),
     ("k", every_second_of, ValueError, r"got strides \(64, 2\), expected a contiguous last dimension"),
     ("weights", every_second_of, ValueError, r"got strides \(8, 2\), expected a contiguous last dimension"),
-    ("kv_scale", every_second_of, ValueError, r"got strides \(2,\), expected a contiguous tensor"),
-    ("kv_scale", lambda x: x[:, None].repeat(1, 3)[:, :1], ValueError, r"got strides \(3,\), expected a contiguous"),
-    ("cu_seqlen_ks", every_second_of, ValueError, r"got strides \(2,\), expected a contiguous tensor"),
-    ("cu_seqlen_ke", lambda x: x[:1].expand(M), ValueError, r"got strides \(0,\), expected a contiguous tensor"),
 ]
 
 OPTION_ROWS = [
     ({"kv": 3}, TypeError, r"^kv: got int, expected the pair \(k, kv_scale\)"),
     ({"kv": (1, 2, 3)}, TypeError, r"^kv: got tuple, expected the pair \(k, kv_scale\)"),
-    ({"kv": torch.zeros(N, D).to(FN)}, TypeError, r"^kv: got Tensor, expected the pair \(k, kv_scale\)"),
+    ({"kv": torch.zeros(N, D).to(FN)}, TypeError, r"^kv: got one tensor, expected the pair \(k, kv_scale\)"),
     ({"clean_logits": 1}, TypeError, "^clean_logits: got int, expected a bool"),
     ({"clean_logits": None}, TypeError, "^clean_logits: got NoneType, expected a bool"),
     ({"clean_logits": False, "max_seqlen_k": True}, TypeError, "^max_seqlen_k: got bool, expected an int"),
@@ -179,8 +194,8 @@ def test_bad_options(options, error, message):
         call({**good(), **options})
 
 
-def test_a_stacked_pair_is_taken_apart_and_refused():
-    with pytest.raises(TypeError, match=r"^kv_scale: got dtype torch.float8_e4m3fn, expected torch.float32"):
+def test_a_stacked_pair_is_no_pair():
+    with pytest.raises(TypeError, match=r"^kv: got one tensor, expected the pair"):
         call({**good(), "kv": torch.zeros(2, N, D).to(FN)})
 
 
@@ -285,6 +300,81 @@ def test_scales_as_a_column():
     assert_matches(call(arguments), expected, clean=True)
 
 
+LOOKS = {
+    "a column": lambda x: x[:, None],
+    "a column of a wider tensor": lambda x: x[:, None].repeat(1, 3)[:, :1],
+    "strided": every_second_of,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("names", [("kv_scale",), ("cu_seqlen_ks", "cu_seqlen_ke"), ("cu_seqlen_ke",)])
+def test_vectors_as_columns_and_strided(names, look):
+    arguments = good()
+    expected = expected_logits(*arguments.values())
+    arguments.update({name: look(arguments[name]) for name in names})
+    assert_matches(call(arguments), expected, clean=True)
+    assert_matches(call(arguments), expected, clean=True)  # by the plan of the first
+
+
+def test_windows_that_all_rows_share():
+    arguments = good()
+    arguments.update(cu_seqlen_ks=torch.tensor([3], dtype=torch.int32).expand(M))
+    expected = expected_logits(*(value.contiguous() for value in arguments.values()))
+    assert_matches(call(arguments), expected, clean=True)
+
+
+def test_the_scale_of_one_key_as_a_scalar():
+    inputs = make_inputs(1, 1, H, D, CPU)
+    ks, ke = make_windows("causal", 1, 1, CPU)
+    for scale in (inputs.kv_scale[0], inputs.kv_scale.squeeze(), inputs.kv_scale[:, None]):
+        result = fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, scale), inputs.weights, ks, ke)
+        assert_matches(result, expected_for(inputs, ks, ke), clean=True)
+    scalars = fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks[0], ke.squeeze())
+    assert_matches(scalars, expected_for(inputs, ks, ke), clean=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_widened(dtype):
+    arguments = good()
+    arguments["weights"] = arguments["weights"].to(dtype)
+    expected = expected_logits(*({**arguments, "weights": arguments["weights"].float()}).values())
+    assert_matches(call(arguments), expected, clean=True)
+
+
+@pytest.mark.parametrize("name", ["weights", "kv_scale"])
+@pytest.mark.parametrize("backend", ["torch-blocked", "triton-portable"])
+def test_a_lazy_negation_is_resolved(name, backend):
+    inputs = make_inputs(M, N, 8, 32, CPU)
+    ks, ke = make_windows("misaligned", M, N, CPU)
+    values = {"weights": inputs.weights, "kv_scale": inputs.kv_scale}
+    negated = {**values, name: torch._neg_view(values[name])}
+    assert negated[name].is_neg()
+    expected = expected_logits(inputs.q_fp8, inputs.k_fp8, ks=ks, ke=ke, **{**values, name: -values[name]})
+    for weights, kv_scale in ((values["weights"], values["kv_scale"]), (negated["weights"], negated["kv_scale"])):
+        result = fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, kv_scale), weights, ks, ke, backend=backend)
+    assert_matches(result, expected, clean=True, tolerance=INTERPRETED)
+
+
+@pytest.mark.parametrize("backend", ["torch-blocked", "triton-portable"])
+def test_out_made_under_inference_mode(backend):
+    inputs = make_inputs(M, N, 8, 32, CPU)
+    ks, ke = make_windows("misaligned", M, N, CPU)
+    with torch.inference_mode():
+        out = torch.full((M, N), float("nan"))
+    fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke, out=out, backend=backend)
+    assert_matches(out, expected_for(inputs, ks, ke), clean=True, tolerance=INTERPRETED)
+
+
+def test_a_batch_is_refused_with_what_to_do():
+    arguments = good()
+    arguments["q"] = arguments["q"][None]
+    with pytest.raises(
+        ValueError, match=r"^q: got shape \[1, 6, 4, 32\], expected 3 .* a batch packed by its windows$"
+    ):
+        call(arguments)
+
+
 def test_windows_as_slices_and_kv_as_a_list():
     arguments = good()
     expected = expected_logits(*arguments.values())
@@ -364,8 +454,7 @@ def test_no_rows_and_no_keys(monkeypatch, rows, keys, form, backend):
         arguments[name] = arguments[name][:keys]
     width = 9 if form == "compressed" else 0
     ran = []
-    for candidate in dispatch.backends():
-        monkeypatch.setattr(type(candidate), "prepare", lambda *_: lambda operands, out: ran.append(1))
+    replace_launches(monkeypatch, lambda *_: lambda call: ran.append(1))
     options = {"clean_logits": form == "clean", "max_seqlen_k": width, "backend": backend}
     result = call({**arguments, **options})
     assert result.shape == (rows, width or keys)
@@ -377,10 +466,7 @@ def test_no_rows_and_no_keys(monkeypatch, rows, keys, form, backend):
 
 def test_the_call_tells_the_backend_whether_rows_are_aligned(monkeypatch):
     problems = []
-    for backend in dispatch.backends():
-        monkeypatch.setattr(
-            type(backend), "prepare", lambda _, problem, arch: lambda operands, out: problems.append(problem)
-        )
+    replace_launches(monkeypatch, lambda name, problem, arch: lambda call: problems.append(problem))
     arguments = good()
     call(arguments)
     call({**arguments, "q": embedded(arguments["q"])})

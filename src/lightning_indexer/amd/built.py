@@ -8,15 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_indexer import artifacts as cache
-from lightning_indexer import envs
+from lightning_indexer import artifacts, envs
+from lightning_indexer.artifacts import CompileError
 from lightning_indexer.toolchain.code_object import CodeObject, KernelInfo, Resources
 from lightning_indexer.toolchain.occupancy import waves_per_simd
 
-
-class CompileError(RuntimeError):
-    """A compiler refused its input or is not installed; the message holds what it said and what to do."""
-
+__all__ = ["Built", "CompileError", "Source", "get_or_build"]
 
 Source = Literal["triton", "gluon", "hip", "flydsl"]
 
@@ -73,10 +70,15 @@ class Built:
 
 
 def get_or_build(key: tuple[str | bytes, ...], build: Callable[[], Built]) -> Built:
-    """The kernel of ``key`` that this process has already, else the one on disk, else ``build()``."""
+    """The kernel of ``key`` that this process has already, else the one on disk, else ``build()``.
+
+    Raises:
+        As ``build``; CacheError as :func:`artifacts.get_or_decode`.
+    """
     known = (envs.cache_dir(), *key)
-    if known not in _BUILT:
-        _BUILT[known] = Built.from_bytes(cache.get_or_build(key, ".amd", lambda: build().to_bytes()))
+    # Where it has to be on disk, having it in this process is not enough.
+    if known not in _BUILT or artifacts.is_required():
+        _BUILT[known] = artifacts.get_or_decode(key, ".amd", lambda: build().to_bytes(), Built.from_bytes)
     return _BUILT[known]
 
 

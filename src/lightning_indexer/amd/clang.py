@@ -6,26 +6,28 @@ no HIP headers: sources for it use clang's builtins.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_indexer import artifacts as cache
-from lightning_indexer import envs
-from lightning_indexer.amd.built import Built, CompileError, get_or_build
+from lightning_indexer import artifacts, envs, packages
+from lightning_indexer.amd.built import Built, get_or_build
 from lightning_indexer.amd.repair import VERSION, repair
+from lightning_indexer.artifacts import CompileError
 from lightning_indexer.toolchain.code_object import CodeObject
 
 # One input for both compilers, so neither ROCm's headers nor its device library; -fno-discard-value-names keeps the
-# names of kernel arguments in the metadata.
-_FLAGS = ("-std=c++17", "-O3", "-nogpuinc", "-nogpulib", "-fno-discard-value-names")
+# names of kernel arguments in the metadata. Code object V5: clang 22 writes V6 of its own accord (ABI version 4 in the
+# ELF header), which ROCm older than 7 need not load.
+_CODE_OBJECT = "-mcode-object-version=5"
+_FLAGS = ("-std=c++17", "-O3", "-nogpuinc", "-nogpulib", "-fno-discard-value-names", _CODE_OBJECT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,13 @@ class Tools:
 
 
 def missing() -> str | None:
-    """None, or what to install, with the command."""
-    return None if _tools() is not None else "no clang for AMD GPUs: pip install 'lightning-indexer[amd]'"
+    """None, or what to install, with the command. Runs no compiler."""
+    if packages.installed("ziglang") or any(_rocm_tools()):
+        return None
+    return _MISSING
+
+
+_MISSING = "no clang for AMD GPUs: pip install 'lightning-indexer[amd]'"
 
 
 def tools() -> Tools:
@@ -50,7 +57,7 @@ def tools() -> Tools:
     """
     found = _tools()
     if found is None:
-        raise CompileError(missing())
+        raise CompileError(_MISSING)
     return found
 
 
@@ -60,7 +67,9 @@ def version() -> str:
     return _run((*tools().clang, "--version"), "clang --version").splitlines()[0].strip()
 
 
-def compile_hip(source: Path, arch: str, macros: Mapping[str, str | int], flags: Sequence[str] = ()) -> Built:
+def compile_hip(
+    source: packages.Source, arch: str, macros: Mapping[str, str | int], flags: Sequence[str] = ()
+) -> Built:
     """Compiles a HIP source that holds one kernel, from the disk cache where it is there.
 
     The key: the source, every ``.h`` and ``.hip`` beside it, the macros, the flags and the compiler's version.
@@ -75,19 +84,21 @@ def compile_hip(source: Path, arch: str, macros: Mapping[str, str | int], flags:
         CompileError: with the compiler's message, or how to install one.
         CodeObjectError: the source holds no kernel, or several.
     """
-    neighbours = sorted({*source.parent.glob("*.h"), *source.parent.glob("*.hip"), source})
-    text = b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in neighbours)
+    text = b"".join(name.encode() + b"\0" + data for name, data in packages.contents(source, ".h", ".hip").items())
     key = ("hip", text, source.name, arch, repr(sorted(macros.items())), repr((_FLAGS, *flags)), version(), VERSION)
     return get_or_build(key, lambda: _compile(source, arch, macros, flags))
 
 
-def _compile(source: Path, arch: str, macros: Mapping[str, str | int], flags: Sequence[str]) -> Built:
+def _compile(source: packages.Source, arch: str, macros: Mapping[str, str | int], flags: Sequence[str]) -> Built:
     what = f"{source.name} for {arch} with {dict(macros)}"
-    with tempfile.TemporaryDirectory(prefix="lightning-indexer-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="lightning-indexer-") as folder,
+        packages.on_disk(source, ".h", ".hip") as file,
+    ):
         text = Path(folder, "kernel.s")
         command = [*tools().clang, "-x", "hip", f"--offload-arch={arch}", "--cuda-device-only", *_FLAGS, *flags]
         command += [f"-D{name}={value}" for name, value in macros.items()]
-        _run([*command, "-I", str(source.parent), "-S", str(source), "-o", str(text)], what)
+        _run([*command, "-I", str(file.parent), "-S", str(file), "-o", str(text)], what)
         isa = repair(text.read_text(), arch)
     code_object = CodeObject(_assemble(isa, arch))
     info = code_object.kernel()
@@ -108,7 +119,7 @@ def assemble(asm_text: str, arch: str) -> CodeObject:
         CompileError: with the assembler's message.
     """
     key = ("assemble", asm_text, arch, version())
-    return CodeObject(cache.get_or_build(key, ".hsaco", lambda: _assemble(asm_text, arch)))
+    return artifacts.get_or_decode(key, ".hsaco", lambda: _assemble(asm_text, arch), CodeObject)
 
 
 def _assemble(asm_text: str, arch: str) -> bytes:
@@ -117,7 +128,7 @@ def _assemble(asm_text: str, arch: str) -> bytes:
         source.write_text(asm_text)
         object_file = str(source.with_suffix(".o"))
         _run(
-            (*tools().clang, "-x", "assembler", *_target(arch), "-c", str(source), "-o", object_file),
+            (*tools().clang, "-x", "assembler", *_target(arch), _CODE_OBJECT, "-c", str(source), "-o", object_file),
             f"assembly for {arch}",
         )
         _run((*tools().lld, "-shared", object_file, "-o", str(linked)), f"link for {arch}")
@@ -129,7 +140,10 @@ def _target(arch: str) -> tuple[str, ...]:
 
 
 def _run(command: Sequence[str], what: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise CompileError(f"{what} failed ({tools().name}): {command[0]} cannot be run: {error.strerror}") from error
     if done.returncode != 0:
         raise CompileError(f"{what} failed ({tools().name}):\n{done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
@@ -138,27 +152,37 @@ def _run(command: Sequence[str], what: str) -> str:
 @functools.cache
 def _tools() -> Tools | None:
     """ROCm's compiler where it knows every arch here, else that of ``ziglang``, else ROCm's."""
-    old = None
-    for root in (envs.rocm_path(), "/opt/rocm", _rocm_of_path()):
-        if root is None or not (llvm := Path(root, "llvm", "bin")).joinpath("clang").exists():
-            continue
-        found = Tools((str(llvm / "clang"),), (str(llvm / "ld.lld"),), f"ROCm in {root}")
+    old = list(_rocm_tools())
+    for found in old:
         if _knows_gfx950(found):
             return found
-        old = old or found
-    if importlib.util.find_spec("ziglang") is not None:
+    if packages.installed("ziglang"):
         zig = (sys.executable, "-m", "ziglang")
         return Tools((*zig, "clang"), (*zig, "ld.lld"), "clang of the ziglang package")
-    return old
+    return old[0] if old else None
+
+
+def _rocm_tools() -> Iterator[Tools]:
+    """Of every ROCm that there is."""
+    for root in (envs.rocm_path(), "/opt/rocm", _rocm_of_path()):
+        if root is None:
+            continue
+        clang = Path(root, "llvm", "bin", "clang")
+        with contextlib.suppress(OSError):  # a folder that may not be looked into
+            if clang.exists():
+                yield Tools((str(clang),), (str(clang.with_name("ld.lld")),), f"ROCm in {root}")
 
 
 def _knows_gfx950(tools: Tools) -> bool:
     """ROCm before 7.0 does not."""
     line = "v_mfma_scale_f32_32x32x64_f8f6f4 v[0:15], v[16:23], v[24:31], 0, v32, v32"
     command = [*tools.clang, "-x", "assembler", *_target("gfx950"), "-c", "-", "-o", os.devnull]
-    return subprocess.run(command, input=line, capture_output=True, text=True, check=False).returncode == 0
+    try:
+        return subprocess.run(command, input=line, capture_output=True, text=True, check=False).returncode == 0
+    except OSError:  # it cannot be run
+        return False
 
 
 def _rocm_of_path() -> str | None:
     hipcc = shutil.which("hipcc")
-    return str(Path(hipcc).resolve().parents[1]) if hipcc else None
+    return str(Path(hipcc).resolve().parent.parent) if hipcc else None

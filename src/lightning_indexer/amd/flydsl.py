@@ -22,20 +22,20 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lightning_indexer import envs
+from lightning_indexer import envs, packages
 from lightning_indexer.amd import clang as amdgpu_clang
-from lightning_indexer.amd.built import Built, CompileError, get_or_build
+from lightning_indexer.amd.built import Built, get_or_build
 from lightning_indexer.amd.repair import VERSION, repair
+from lightning_indexer.artifacts import CompileError
 from lightning_indexer.toolchain.code_object import CodeObject
 
 
 def missing() -> str | None:
     """None, or what to install, with the command."""
-    if importlib.util.find_spec("flydsl") is None:
+    if not packages.installed("flydsl"):
         return "FlyDSL is not installed: pip install 'lightning-indexer[amd,flydsl]'"
     return amdgpu_clang.missing()
 
@@ -64,9 +64,10 @@ def compile_flydsl(
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise CompileError(f"factory: got {factory!r}, and there is no such module")
-    sources = sorted(Path(spec.origin).parent.glob("*.py"))
-    text = b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in sources)
-    compiler = f"FlyDSL {metadata.version('flydsl')}"
+    file = Path(spec.origin)
+    source = file if file.exists() else packages.PackedFile(spec.parent or "", file.name)
+    text = b"".join(name.encode() + b"\0" + data for name, data in packages.contents(source, ".py").items())
+    compiler = f"FlyDSL {packages.version('flydsl')}"
     key = ("flydsl", text, factory, json.dumps([parameters, argument_names], sort_keys=True), arch, compiler, VERSION)
 
     def build() -> Built:

@@ -1,10 +1,12 @@
-"""Kernels run on an AMD GPU through the HIP runtime, with AMD's ``hip-python``. Has not run on hardware."""
+"""Kernels run on an AMD GPU through the HIP runtime that PyTorch has loaded, by ctypes. Has not run on hardware.
+
+No package is needed for it, and no second runtime can come in, to which PyTorch's streams and allocations mean nothing.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -17,23 +19,9 @@ from lightning_indexer.amd.built import Built
 from lightning_indexer.amd.launcher import Grid, three
 from lightning_indexer.toolchain.code_object import CodeObject
 
-_NOT_INSTALLED = "hip-python is not installed: pip install 'lightning-indexer[hip]'"
-
 
 class HipError(RuntimeError):
-    """A call of the HIP runtime failed, and the message names it and the error; or there are two runtimes."""
-
-
-def missing() -> str | None:
-    """None, or what to install, with the command; where PyTorch runs on ROCm, also what is wrong with the runtime."""
-    if importlib.util.find_spec("hip") is None:
-        return _NOT_INSTALLED
-    if torch.version.hip is not None:
-        try:
-            default()
-        except HipError as error:
-            return str(error)
-    return None
+    """A call of the HIP runtime failed, or it cannot be found; the message names kernel, call and error."""
 
 
 class HipLauncher:
@@ -43,10 +31,9 @@ class HipLauncher:
     """
 
     def __init__(self, hip: Any = None) -> None:
-        """``hip``: what ``from hip import hip`` gives, imported if None; ModuleNotFoundError says what to install."""
-        self._hip = _runtime() if hip is None else hip
-        # The module is kept beside its function, which it owns.
-        self._loaded: dict[tuple[int, CodeObject, str], tuple[Any, Any]] = {}
+        """``hip``: the library with the functions of HIP; None takes PyTorch's at the first launch."""
+        self._hip = None if hip is None else _typed(hip)
+        self._loaded: dict[tuple[int, CodeObject, str], ctypes.c_void_p] = {}
 
     def launch(
         self,
@@ -73,27 +60,35 @@ class HipLauncher:
             _BUFFER_POINTER, ctypes.addressof(segment), _BUFFER_SIZE, ctypes.addressof(size), _END
         )
         with torch.cuda.device(device):
-            _, function = self._load(built, device)
+            function = self._load(built, device)
             if stream is None:
                 stream = torch.cuda.current_stream(device).cuda_stream
             self._call(
-                "hipModuleLaunchKernel", function, *grid, *three(block), built.dynamic_lds, stream,
-                None, ctypes.c_void_p(ctypes.addressof(extra)),
-            )  # fmt: skip
+                built, "hipModuleLaunchKernel", function, *grid, *three(block), built.dynamic_lds, stream, None, extra
+            )
 
-    def _load(self, built: Built, device: int) -> tuple[Any, Any]:
+    def _load(self, built: Built, device: int) -> ctypes.c_void_p:
+        # The runtime may read the image after the call: the key keeps its bytes. Modules are never unloaded.
         key = (device, built.code_object, built.kernel)
         if key not in self._loaded:
-            module = self._call("hipModuleLoadData", built.code_object.elf)
-            self._loaded[key] = module, self._call("hipModuleGetFunction", module, built.kernel.encode())
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            self._call(built, "hipModuleLoadData", ctypes.byref(module), built.code_object.elf)
+            self._call(built, "hipModuleGetFunction", ctypes.byref(function), module, built.kernel.encode())
+            self._loaded[key] = function
         return self._loaded[key]
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """The result of a HIP call, which is the second item of what it returns."""
-        error, *result = getattr(self._hip, name)(*arguments)
-        if error != self._hip.hipError_t.hipSuccess:
-            raise HipError(f"{name}: {getattr(error, 'name', error)}")
-        return result[0] if result else None
+    def _call(self, built: Built, name: str, *arguments: Any) -> None:
+        try:
+            if self._hip is None:
+                self._hip = _typed(_runtime())
+            if error := getattr(self._hip, name)(*arguments):
+                text = self._hip.hipGetErrorName(error)
+                raise HipError(f"{name}: {text.decode() if text else error}")
+        except HipError as error:
+            raise HipError(
+                f"{built.kernel} ({built.source}) was not launched: {error}. backend='triton-portable', or "
+                "LIGHTNING_INDEXER_BACKEND=triton-portable, launches through Triton instead"
+            ) from error.__cause__
 
 
 @functools.cache
@@ -102,27 +97,56 @@ def default() -> HipLauncher:
     return HipLauncher()
 
 
-def _runtime() -> Any:
-    """hip-python's module, its library loaded.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-        HipError: PyTorch has loaded another copy of the runtime, whose streams and allocations this one does not know.
-    """
-    if importlib.util.find_spec("hip") is None:
-        raise ModuleNotFoundError(_NOT_INSTALLED)
-    from hip import hip
-
-    hip.hipRuntimeGetVersion()  # loads the library
-    if len(loaded := _loaded_runtimes()) > 1:
-        raise HipError(
-            f"two HIP runtimes are loaded, {' and '.join(loaded)}: PyTorch's streams mean nothing to the other one; "
-            "point ROCM_PATH and LD_LIBRARY_PATH at the ROCm that PyTorch uses"
-        )
+def _typed(hip: Any) -> Any:
+    """The library with the types of the functions used here, of hip/hip_runtime_api.h."""
+    pointer, unsigned = ctypes.c_void_p, ctypes.c_uint
+    for name, result, arguments in (
+        ("hipModuleLoadData", ctypes.c_int, (pointer, ctypes.c_char_p)),
+        ("hipModuleGetFunction", ctypes.c_int, (pointer, pointer, ctypes.c_char_p)),
+        ("hipModuleLaunchKernel", ctypes.c_int, (pointer, *[unsigned] * 7, pointer, pointer, pointer)),
+        ("hipGetErrorName", ctypes.c_char_p, (ctypes.c_int,)),
+    ):
+        function = getattr(hip, name)
+        function.restype, function.argtypes = result, arguments
     return hip
 
 
-def _loaded_runtimes(maps: Path = Path("/proc/self/maps")) -> list[str]:
+def _runtime(folder: Path | None = None, maps: Path = Path("/proc/self/maps")) -> Any:
+    """The HIP runtime of this process's PyTorch.
+
+    Args:
+        folder: PyTorch's libraries; None: of the one that is imported.
+        maps: the files in this process.
+
+    Raises:
+        HipError: there is none, or it cannot be told which.
+    """
+    folder = folder or Path(torch.__file__).parent / "lib"
+    # A symbol is looked for in a library and in those that it was linked to: this is the runtime that PyTorch calls.
+    own = folder / "libc10_hip.so"
+    loaded = _mapped(maps)
+    problem: object = "it is not there"
+    if own.exists():
+        try:
+            library = ctypes.CDLL(str(own))
+            if hasattr(library, "hipModuleLaunchKernel"):
+                return library
+            problem = "it is linked to no HIP runtime"
+        except OSError as error:
+            problem = error
+    if len(loaded) == 1:
+        try:
+            return ctypes.CDLL(loaded[0])
+        except OSError as error:
+            problem = f"{problem}; {error}"
+    found = f"{len(loaded)} are loaded: {', '.join(loaded)}" if loaded else "no libamdhip64 is loaded"
+    raise HipError(
+        f"the HIP runtime of PyTorch {torch.__version__} (ROCm {torch.version.hip or 'none'}) is not found by "
+        f"{own}: {problem}; {found}"
+    )
+
+
+def _mapped(maps: Path) -> list[str]:
     """The files of the HIP runtimes in this process."""
     try:
         lines = maps.read_text().splitlines()

@@ -8,14 +8,15 @@ asks Triton for the same facts, so that what is compiled here is what the launch
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_indexer.amd.built import Built, CompileError, get_or_build
+from lightning_indexer import packages
+from lightning_indexer.amd.built import Built, get_or_build
 from lightning_indexer.amd.repair import VERSION, repair
+from lightning_indexer.artifacts import CompileError
 from lightning_indexer.toolchain.code_object import CodeObject
 
 
@@ -36,7 +37,7 @@ class Specialised:
 
 def missing() -> str | None:
     """None, or what to install, with the command."""
-    if importlib.util.find_spec("triton") is None:
+    if not packages.installed("triton"):
         return "Triton is not installed: pip install 'lightning-indexer[triton]'"
     return None
 
@@ -71,7 +72,9 @@ def compile_triton(
     *,
     gluon: bool = False,
 ) -> Built:
-    """Compiles for ``arch``, from the disk cache where it is there.
+    """Compiles for ``arch``, from this library's disk cache where it is there.
+
+    Triton's own cache, which nothing validates, is written but not read.
 
     The key: the kernel's source and that of every function it calls, the arguments below, and Triton's version.
 
@@ -86,6 +89,7 @@ def compile_triton(
     """
     _refuse_interpreted(jit_fn)
     import triton
+    from triton import knobs
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     if gluon:
@@ -102,7 +106,8 @@ def compile_triton(
     def build() -> Built:
         what = f"{jit_fn.__name__} for {arch} with {dict(constexprs)}, {dict(options)}"
         try:
-            with repaired(arch):
+            with repaired(arch), _compiling, knobs.compilation.scope():
+                knobs.compilation.always_compile = True
                 kernel = triton.compile(source, target=_target(arch), options=dict(options))
         except Exception as error:  # Triton's passes raise types of their own, and RuntimeError
             raise CompileError(f"{what}: {error}") from error
@@ -150,6 +155,7 @@ def repaired(arch: str) -> Iterator[None]:
 
 
 _lock, _depth = threading.Lock(), 0
+_compiling = threading.Lock()  # the scope of a knob is the process's: scopes must not overlap
 _others: Callable[..., Any] | None = None
 
 

@@ -12,3 +12,12 @@ def unsupported_shape(problem: MqaLogitsProblem, heads: tuple[int, ...], head_di
     if problem.head_dim not in head_dims:
         return f"D={problem.head_dim} is not one of {', '.join(map(str, head_dims))}"
     return None
+
+
+def unsupported_grid(workgroups: int, threads: int, vendor: str = "amd") -> str | None:
+    """None, or the sentence that says that a grid, along x, has more workgroups or lanes than a launch can have."""
+    if vendor == "amd" and workgroups * threads >= 2**32:
+        return f"{workgroups} workgroups of {threads} lanes are not fewer than 2^32 lanes, which is what HIP launches"
+    if workgroups >= 2**31:
+        return f"{workgroups} workgroups are not fewer than 2^31"
+    return None

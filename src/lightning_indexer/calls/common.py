@@ -47,12 +47,13 @@ def in_transform() -> bool:
     return _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0
 
 
+def is_seen() -> bool:
+    """True where PyTorch has to see a call: ``torch.compile``'s trace, dispatch modes, and transforms of functions."""
+    return torch.compiler.is_compiling() or _dispatch_modes() > 0 or _functorch() is not None
+
+
 def needs_operator(tensors: Sequence[object]) -> bool:
-    """True where a call on these has to go through PyTorch's dispatcher, of all tensors and not of q alone."""
-    if torch.compiler.is_compiling() or _dispatch_modes():
-        return True
-    if _functorch() is not None and any(isinstance(t, torch.Tensor) and _is_wrapped(t) for t in tensors):
-        return True
+    """True where a call on these has to go through PyTorch's dispatcher: subclasses, of any operand, and meta."""
     return any(isinstance(t, torch.Tensor) and (type(t) is not torch.Tensor or t.is_meta) for t in tensors)
 
 

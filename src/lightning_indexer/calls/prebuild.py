@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_indexer import artifacts
 from lightning_indexer.arch import Arch
 from lightning_indexer.check.cases import FORMS, Case, Form
 from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
@@ -103,13 +104,14 @@ def run(batches: Sequence[Batch], jobs: int) -> Iterator[Prebuilt]:
 
 
 def compile_batch(batch: Batch) -> Prebuilt:
-    """Compiles one batch, in this process."""
+    """Compiles one batch, in this process; a kernel that cannot be read back from the disk cache counts as failed."""
     kernel, arch = registry.kernel(batch.backend), Arch.parse(batch.arch)
     kernels: dict[str, None] = {}
     errors: dict[str, None] = {}
     for problem in batch.problems:
         try:
-            kernels[kernel.precompile(problem, arch)] = None
+            with artifacts.required():
+                kernels[kernel.precompile(problem, arch)] = None
         except Exception as error:  # compilers raise types of their own; the others are compiled all the same
             errors[str(error)] = None
     return Prebuilt(batch, tuple(kernels), "; ".join(errors))

@@ -85,7 +85,6 @@ def info() -> None:
         ("ziglang", "amd", "HIP C++ for gfx942 and gfx950, where there is no ROCm"),
         ("tinygrad", "sim", "decoder of the AMD simulator"),
         ("flydsl", "flydsl", "compiling FlyDSL kernels"),
-        ("hip-python", "hip", "launching HIP kernels on AMD GPUs"),
         ("typer", "cli", "this command line"),
         ("rich", "cli", "tables and progress"),
         ("matplotlib", "cli", "pictures of `demo` and `bench`"),

@@ -101,7 +101,7 @@ def writable_file(option: str, path: Path) -> None:
 def writable_folder(option: str, path: Path) -> None:
     """Makes a folder; refuses one that cannot be made or written into."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:

@@ -65,7 +65,12 @@ def prebuild(
                 raise typer.BadParameter(f"{name}: {reason}", param_hint="--backend")
             err.print(f"left out: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
             batches = [batch for batch in batches if batch.backend != name]
-    common.writable_folder("LIGHTNING_INDEXER_CACHE_DIR", envs.cache_dir())
+    folder = envs.cache_dir()
+    if folder is None:
+        raise typer.BadParameter(
+            "this user has no home directory: name a folder", param_hint="LIGHTNING_INDEXER_CACHE_DIR"
+        )
+    common.writable_folder("LIGHTNING_INDEXER_CACHE_DIR", folder)
     kernels: dict[str, dict[str, None]] = {}
     errors = []
     with common.progress() as progress:
@@ -79,7 +84,7 @@ def prebuild(
     for name, found in kernels.items():
         table.add_row(name, str(len(found)))
     out.print(table)
-    out.print(f"in {envs.cache_dir()}", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"in {folder}", markup=False, highlight=False, soft_wrap=True)
     for line in errors:
         err.print(line, markup=False, highlight=False, soft_wrap=True)
     if errors or not any(kernels.values()):

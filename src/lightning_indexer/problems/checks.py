@@ -82,9 +82,9 @@ def is_numpy_bool(value: object) -> bool:
     return kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
 
 
-def contiguous_vector(tensor: torch.Tensor) -> torch.Tensor:
-    """[N] from [N], [N, 1] or, for one element, []: a view where it can be, else a copy."""
-    if tensor.dim() == 0:
+def contiguous_vector(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """[N] from [N], [N, 1] or, where N is 1, []: a view where it can be, else a copy. Other shapes as they are."""
+    if tensor.dim() == 0 and length == 1:
         tensor = tensor.reshape(1)
     elif tensor.dim() == 2 and tensor.shape[1] == 1:
         tensor = tensor[:, 0]

@@ -156,9 +156,9 @@ def _normalised(call: MqaLogitsCall) -> MqaLogitsCall:
     """What kernels read, made of what callers have: scales and windows as columns, scalars or strided views, weights of
     16 bits, lazy negations. ``call`` itself where all of it is so already."""
     changed: dict[str, Any] = {}
-    for name in ("kv_scale", "ks", "ke"):
+    for name, other in (("kv_scale", call.k), ("ks", call.q), ("ke", call.q)):
         tensor = getattr(call, name)
-        vector = contiguous_vector(tensor)
+        vector = contiguous_vector(tensor, other.shape[0] if other.dim() else 0)
         if vector is not tensor:
             changed[name] = vector
     if call.weights.dtype is not torch.float32:
@@ -311,7 +311,7 @@ def _example(problem: MqaLogitsProblem, device: torch.device) -> MqaLogitsCall:
     kv_scale = (normal(keys).abs() + 0.1) * (1.0 - 2.0 * (torch.arange(keys) % 3 == 1).float())
     row = torch.arange(rows)
     ks = torch.where(row % 4 == 1, keys // 2, (row * 37) % (keys // 2) - 3)
-    ke = torch.where(row % 4 == 1, keys // 2 - row % 2, keys + 5 - (row * 59) % (keys // 3))
+    ke = torch.where(row % 4 == 1, keys // 2 - row // 4 % 2, keys + 5 - (row * 59) % (keys // 3))
     ke = torch.where(row % 5 == 2, ks + 67, ke)
     out = torch.full(
         (rows, row_stride(problem.width, problem.out_dtype)), float("nan"), dtype=problem.out_dtype, device=device

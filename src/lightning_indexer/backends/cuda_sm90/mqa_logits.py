@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_indexer import packages
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90.config import (
     PAIRS,
@@ -22,10 +21,10 @@ from lightning_indexer.backends.cuda_sm90.config import (
     neighbours,
 )
 from lightning_indexer.backends.gate import unsupported_shape
-from lightning_indexer.cuda import nvrtc
+from lightning_indexer.cuda import driver, nvrtc
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
 
-SOURCE = Path(__file__).with_name("mqa_logits.cuh")
+SOURCE = packages.beside(__name__, "mqa_logits.cuh")
 NVRTC_ARCH = "sm_90a"
 HEADS = (8, 16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
@@ -90,13 +89,14 @@ class Launch:
         status = kernel(ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)), room.parameters, None)
         self.rooms.append(room)
         if status:
-            _check((status,))
+            driver.check((status,))
         return None
 
     def _load(self, device: int) -> Callable[..., int]:
         function = ctypes.c_void_p(_function(tuple(self.config.macros().items()), device))
         grid = [ctypes.c_uint(side) for side in (self.config.ctas, 1, 1, THREADS, 1, 1)]
-        self.kernels[device] = functools.partial(_launch(), function, *grid, ctypes.c_uint(self.config.shared_bytes))
+        shared = ctypes.c_uint(self.config.shared_bytes)
+        self.kernels[device] = functools.partial(driver.launch_kernel(), function, *grid, shared)
         return self.kernels[device]
 
     def _encode(self, layout: tuple[Any, ...]) -> tuple[Any, int, Any, int]:
@@ -126,36 +126,12 @@ class _Room:
         self.parameters, self.arguments = ctypes.c_void_p(address), address + _POINTERS.size
 
 
-class DriverError(RuntimeError):
-    """A call of the CUDA driver failed."""
-
-
-def _check(result: tuple[Any, ...]) -> Any:
-    if result[0] != 0:
-        from cuda.bindings import driver
-
-        _, name = driver.cuGetErrorName(driver.CUresult(int(result[0])))
-        raise DriverError(f"CUDA driver: {name.decode() if name else result[0]}")
-    return result[1] if len(result) > 1 else None
-
-
 @functools.cache
 def _function(macros: tuple[tuple[str, str | int], ...], device: int) -> int:
     """The handle of the kernel compiled with ``macros`` on the device, which is the current one."""
-    from cuda.bindings import driver
-
     named = dict(macros)
-    module = _check(driver.cuModuleLoadData(nvrtc.cubin(SOURCE, NVRTC_ARCH, named)))
-    function = _check(driver.cuModuleGetFunction(module, str(named["KERNEL_NAME"]).encode()))
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _check(driver.cuFuncSetAttribute(function, attribute, int(named["SHARED_BYTES"])))
-    return int(function)
-
-
-@functools.cache
-def _launch() -> Any:
-    """cuLaunchKernel itself: through ctypes, its call costs a third of what it costs through cuda-bindings."""
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernel
+    code = nvrtc.cubin(SOURCE, NVRTC_ARCH, named)
+    return driver.load(code, str(named["KERNEL_NAME"]), int(named["SHARED_BYTES"]))
 
 
 def _q_map(address: int, rows: int, heads: int, head_dim: int, stride_m: int, stride_h: int) -> Any:
@@ -169,28 +145,9 @@ def _q_map(address: int, rows: int, heads: int, head_dim: int, stride_m: int, st
     dims = (head_dim, 2, lanes, rows, heads // lanes // 2)
     strides = (stride_h, stride_h * (heads // lanes), stride_m, 2 * stride_h)
     box = (head_dim, 2, lanes, min(4, rows_of_block), heads // lanes // 2)
-    return _encode(address, dims, strides, box)
+    return driver.tensor_map(address, dims, strides, box)
 
 
 def _k_map(address: int, keys: int, head_dim: int, stride: int) -> Any:
     """k [N, D], a tile of keys a load."""
-    return _encode(address, (head_dim, keys), (stride,), (head_dim, TILE_KEYS))
-
-
-def _encode(address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
-    """A tensor map of bytes, rows of ``dims[0]`` bytes swizzled over their own length."""
-    from cuda.bindings import driver
-
-    swizzle = {
-        128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
-        32: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,
-    }[dims[0]]
-    return _check(driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, len(dims), address,
-        [driver.cuuint64_t(dim) for dim in dims], [driver.cuuint64_t(stride) for stride in strides],
-        [driver.cuuint32_t(side) for side in box], [driver.cuuint32_t(1)] * len(dims),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    ))  # fmt: skip
+    return driver.tensor_map(address, (head_dim, keys), (stride,), (head_dim, TILE_KEYS))

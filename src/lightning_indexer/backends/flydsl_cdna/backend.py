@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
-from lightning_indexer.amd import flydsl, hip_runtime
+from lightning_indexer.amd import flydsl
 from lightning_indexer.backends.flydsl_cdna.mqa_logits import MqaLogits
 
 
@@ -20,5 +18,4 @@ class FlyDsl:
     kernels: ClassVar = {"fp8_mqa_logits": MqaLogits()}
 
     def missing(self) -> str | None:
-        # On a machine with an AMD GPU the kernels are for that, through the HIP runtime.
-        return flydsl.missing() or (hip_runtime.missing() if torch.version.hip else None)
+        return flydsl.missing()

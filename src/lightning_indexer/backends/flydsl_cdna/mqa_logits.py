@@ -9,7 +9,7 @@ from lightning_indexer.amd import flydsl, launcher_for
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
-from lightning_indexer.backends.gate import unsupported_shape
+from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
 
 HEADS = (32, 64, 128)
@@ -30,7 +30,8 @@ class MqaLogits:
         for name, size in (("N", problem.keys), ("max_seqlen_k", problem.width)):
             if size > MAX_KEYS:
                 return f"{name}={size} is more than {MAX_KEYS}: offsets of scales and columns have 32 bits"
-        return unsupported_shape(problem, HEADS, HEAD_DIMS)
+        # One row, four waves: what `neighbours` offers at most.
+        return unsupported_shape(problem, HEADS, HEAD_DIMS) or unsupported_grid(problem.rows, 64 * 4)
 
     def launch(self, problem: MqaLogitsProblem, arch: Arch, config: FlyConfig) -> Launch:
         return Launch(problem, arch, config)

@@ -5,11 +5,10 @@ Triton's runtime launches them on a GPU. On the CPU they run compiled for gfx950
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from pathlib import Path
+import os
 from typing import ClassVar
 
+from lightning_indexer import packages
 from lightning_indexer.amd import triton_amd
 from lightning_indexer.backends.gluon_gfx950.mqa_logits import MqaLogits
 
@@ -23,12 +22,10 @@ class GluonGfx950:
         return _missing()
 
 
-@functools.cache
 def _missing() -> str | None:
     if (reason := triton_amd.missing()) is not None:
         return reason
-    spec = importlib.util.find_spec("triton")
-    gluon = Path("experimental/gluon/language/amd/cdna4")
-    if spec is None or not any((Path(place) / gluon).exists() for place in spec.submodule_search_locations or ()):
+    gluon = "experimental/gluon/language/amd/cdna4"
+    if not any(os.path.exists(place / gluon) for place in packages.folders("triton")):  # noqa: PTH110
         return "Triton has no Gluon for gfx950: pip install 'triton>=3.6'"
     return None

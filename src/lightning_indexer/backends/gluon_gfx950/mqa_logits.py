@@ -7,7 +7,7 @@ from typing import Any
 from lightning_indexer.amd import launcher_for, triton_amd
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.gate import unsupported_shape
+from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
 from lightning_indexer.backends.gluon_gfx950.config import WAVES, GluonConfig, heuristic, is_wide, neighbours
 from lightning_indexer.backends.triton_launch import call_like, device_guard
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
@@ -28,7 +28,10 @@ class MqaLogits:
             return "rows of q and k have to start on 16 bytes, which a lane copies at a time"
         if problem.keys > MAX_POSITION:
             return f"N={problem.keys} is beyond {MAX_POSITION}: the end of the last chunk has to be an int32"
-        return unsupported_shape(problem, HEADS, HEAD_DIMS)
+        if (reason := unsupported_shape(problem, HEADS, HEAD_DIMS)) is not None:
+            return reason
+        config = heuristic(problem, arch)
+        return unsupported_grid(-(-problem.rows // config.rows) * -(-problem.keys // config.chunk), 64 * WAVES)
 
     def launch(self, problem: MqaLogitsProblem, arch: Arch, config: GluonConfig) -> Launch:
         return Launch(problem, arch, config)

@@ -5,9 +5,7 @@ On tensors in host memory it runs in the simulator (see ``amd``); it has not run
 
 from __future__ import annotations
 
-import torch
-
-from lightning_indexer.amd import clang, hip_runtime
+from lightning_indexer.amd import clang
 from lightning_indexer.backends.hip_gfx950.config import Tunables
 from lightning_indexer.backends.hip_gfx950.mqa_logits import MqaLogits
 
@@ -22,4 +20,4 @@ class HipGfx950:
         self.kernels = {"fp8_mqa_logits": MqaLogits(tunables)}
 
     def missing(self) -> str | None:
-        return clang.missing() or (hip_runtime.missing() if torch.version.hip is not None else None)
+        return clang.missing()

@@ -34,7 +34,8 @@ class Tunables:
         num_warps: waves of a workgroup: 1, 2, 4 or 8. In ``stream`` they split tiles, in ``lds`` rows.
         unroll2: two tiles in registers, one on its way while the other is used; ``stream`` alone.
         reverse_rows: row blocks start from the last one.
-        relu: ``clamp``, the packed clamped product, or ``max``, one ``v_max_f32`` a value.
+        relu: ``max``, one ``v_max_f32`` a value, or ``clamp``, a packed clamped product; the latter only where it
+            is asked for, since no hardware has shown that packed float32 products obey ``clamp``.
         reduce: ``fma``, the head sum in float32, or ``mfma``, a second matrix product of values rounded to bfloat16;
             never the heuristic's choice.
     """
@@ -135,6 +136,11 @@ def heuristic(problem: MqaLogitsProblem, arch: Arch, fixed: Tunables | None = No
             "q and weights of a wave's rows lie in its registers"
         )
     num_warps = fixed.num_warps or 4
+    if block_m * problem.heads > MAX_HEADS_OF_WAVE // 2 and num_warps > 4:
+        raise ValueError(
+            f"num_warps: got {num_warps} with block_m {block_m} and H={problem.heads}, expected at most 4: eight waves "
+            f"of a workgroup have 256 registers each, which hold q and weights of {MAX_HEADS_OF_WAVE // 2} heads"
+        )
     unroll2 = strategy == "stream" if fixed.unroll2 is None else fixed.unroll2
     if unroll2 and strategy == "lds":
         raise ValueError("unroll2: got True with strategy 'lds', whose stages lie in LDS, expected False")
@@ -142,7 +148,7 @@ def heuristic(problem: MqaLogitsProblem, arch: Arch, fixed: Tunables | None = No
     reverse = problem.keys > 2048 if fixed.reverse_rows is None else fixed.reverse_rows
     config = KernelConfig(
         problem.heads, problem.clean_logits, strategy, block_m, 1, num_warps, unroll2, reverse,
-        fixed.relu or "clamp", fixed.reduce or "fma",
+        fixed.relu or "max", fixed.reduce or "fma",
     )  # fmt: skip
     return replace(config, split_n=fixed.split_n or _splits(problem, arch, config))
 
@@ -161,7 +167,7 @@ def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[KernelConfig]:
     """What ``bench --tune`` measures: the heuristic's choice first, then those around it."""
     chosen = heuristic(problem, arch)
     other: Strategy = "lds" if chosen.strategy == "stream" else "stream"
-    found = [Tunables(strategy=other), Tunables(relu="max")]
+    found = [Tunables(strategy=other), Tunables(relu="clamp")]
     found += [Tunables(split_n=splits) for splits in {max(1, chosen.split_n // 2), chosen.split_n * 2}]
     found += [Tunables(num_warps=warps) for warps in (2, 8)]
     found += [Tunables(block_m=2)]

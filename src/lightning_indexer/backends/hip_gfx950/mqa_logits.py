@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 
+from lightning_indexer import packages
 from lightning_indexer.amd import clang as amdgpu_clang
 from lightning_indexer.amd import launcher_for
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.gate import unsupported_shape
+from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
 from lightning_indexer.backends.hip_gfx950.config import (
     TILE,
     KernelConfig,
@@ -22,8 +22,8 @@ from lightning_indexer.backends.hip_gfx950.config import (
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
 
 SOURCES = {
-    "stream": Path(__file__).with_name("mqa_logits.hip"),
-    "lds": Path(__file__).with_name("mqa_logits_lds.hip"),
+    "stream": packages.beside(__name__, "mqa_logits.hip"),
+    "lds": packages.beside(__name__, "mqa_logits_lds.hip"),
 }
 # No NaN reaches a result that is used: so the ReLU is one v_max_f32. The vectoriser would pair the rows' last sums, and
 # move registers for it.
@@ -62,7 +62,7 @@ class MqaLogits:
             return "rows of q and k must start on 16-byte boundaries for 16-byte loads"
         if problem.width > MAX_ROW_STRIDE:
             return f"N={problem.keys} is above {MAX_ROW_STRIDE}: a row of logits is more than 32-bit offsets reach"
-        return None
+        return unsupported_grid(-(-problem.rows // 2), 64 * 8)  # of the narrowest blocks of the most waves
 
     def config(self, problem: MqaLogitsProblem, arch: Arch) -> KernelConfig:
         return heuristic(problem, arch, self.tunables)

@@ -40,11 +40,17 @@ def _run(problem: MqaLogitsProblem, config: BlockConfig, call: MqaLogitsCall) ->
     for panel in range(0, problem.keys, config.panel_keys):
         work.load_panel(panel)
         starts = range(0, problem.rows, config.block_rows)
-        if threads == 1 or len(starts) == 1:
+        pool = _threads(threads) if threads > 1 and len(starts) > 1 else None
+        if pool is None:
             for row in starts:
                 work.row_block(row)
         else:
-            list(_pool(threads).map(work.row_block, starts))  # list() raises what a block raised
+            list(pool.map(work.row_block, starts))  # list() raises what a block raised
+
+
+def _threads(threads: int) -> ThreadPoolExecutor | None:
+    """The pool; None where the interpreter is ending, when no pool takes work or starts threads."""
+    return _pool(threads) if threading.main_thread().is_alive() else None
 
 
 @functools.cache

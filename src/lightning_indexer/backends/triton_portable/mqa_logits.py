@@ -10,7 +10,7 @@ from lightning_indexer import envs
 from lightning_indexer.amd import launcher_for, simulates, triton_amd
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.gate import unsupported_shape
+from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
 from lightning_indexer.backends.triton_launch import call_like, device_guard, within_2gib
 from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic, neighbours
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
@@ -31,7 +31,10 @@ class MqaLogits:
             return f"{arch.name} is not a known arch; Triton needs NVIDIA sm80 or newer, or AMD gfx90a or newer"
         if max(problem.keys, problem.width) > MAX_POSITION:
             return f"N={problem.keys} is beyond {MAX_POSITION}: the end of the last chunk has to be an int32"
-        return unsupported_shape(problem, HEADS, HEAD_DIMS)
+        if (reason := unsupported_shape(problem, HEADS, HEAD_DIMS)) is not None:
+            return reason
+        config = heuristic(problem, arch)
+        return unsupported_grid(problem.rows * -(-problem.width // config.chunk), 64 * config.num_warps, arch.vendor)
 
     def launch(self, problem: MqaLogitsProblem, arch: Arch, config: TileConfig) -> Launch:
         return Launch(problem, arch, config)

@@ -1,0 +1,76 @@
+"""The CUDA driver: kernels loaded, tensor maps made, launches by the shortest way. It is loaded when it is called."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from typing import Any
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed."""
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """What a call of cuda-bindings gives beside its status.
+
+    Raises:
+        DriverError: the status is not 0.
+    """
+    if result[0] != 0:
+        from cuda.bindings import driver
+
+        _, name = driver.cuGetErrorName(driver.CUresult(int(result[0])))
+        raise DriverError(f"CUDA driver: {name.decode() if name else result[0]}")
+    return result[1] if len(result) > 1 else None
+
+
+def load(cubin: bytes, kernel: str, shared_bytes: int) -> int:
+    """The handle of a kernel on the current device, which may then ask for that much dynamic shared memory.
+
+    Its module is never unloaded.
+    """
+    from cuda.bindings import driver
+
+    module = check(driver.cuModuleLoadData(cubin))
+    function = check(driver.cuModuleGetFunction(module, kernel.encode()))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+    return int(function)
+
+
+@functools.cache
+def launch_kernel() -> Any:
+    """cuLaunchKernel itself: through ctypes, its call costs a third of what it costs through cuda-bindings."""
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        return ctypes.CDLL(name).cuLaunchKernel
+    except OSError as error:
+        raise DriverError(f"CUDA driver: {name} cannot be loaded: {error}") from error
+
+
+def tensor_map(address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
+    """A TMA tensor map of bytes, rows of ``dims[0]`` bytes swizzled over their own length: 32, 64 or 128.
+
+    Args:
+        address: of the first byte, on 16.
+        dims: sizes, fastest first.
+        strides: bytes between elements of all dimensions but the first, each a multiple of 16.
+        box: what one load brings, sizes in the order of ``dims``. Elements out of bounds are zero.
+    """
+    from cuda.bindings import driver
+
+    swizzle = {
+        128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+        32: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,
+    }[dims[0]]
+    return check(driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, len(dims), address,
+        [driver.cuuint64_t(dim) for dim in dims], [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(side) for side in box], [driver.cuuint32_t(1)] * len(dims),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    ))  # fmt: skip
