@@ -8,10 +8,11 @@ from lightning_indexer._version import __version__
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.chunking import Chunk, Request, plan_chunks
-from lightning_indexer.fp8 import dequantize_k, quantize_k, quantize_q
+from lightning_indexer.fp8 import decode_ue8m0, dequantize_k, quantize_k, quantize_q
 from lightning_indexer.problems.accuracy import calc_diff
 from lightning_indexer.problems.mqa_logits import MqaLogitsProblem, reference_logits
 from lightning_indexer.selection.registry import BackendUnavailableError, explain, register, support_table
+from lightning_indexer.windows import windows_from_mask
 
 __all__ = [
     "Arch",
@@ -22,6 +23,7 @@ __all__ = [
     "__version__",
     "arch_of",
     "calc_diff",
+    "decode_ue8m0",
     "dequantize_k",
     "explain",
     "fp8_mqa_logits",
@@ -31,4 +33,5 @@ __all__ = [
     "reference_logits",
     "register",
     "support_table",
+    "windows_from_mask",
 ]

@@ -10,7 +10,7 @@ import torch
 
 from lightning_indexer import envs, fp8
 from lightning_indexer.arch import Arch, arch_of, assumed
-from lightning_indexer.calls import common
+from lightning_indexer.calls import common, sharded
 from lightning_indexer.problems.mqa_logits import (
     OPERATION,
     MqaLogitsCall,
@@ -230,6 +230,8 @@ def _through_operator(call: MqaLogitsCall) -> torch.Tensor:
     common.refuse(OPERATION, (*call[:6], call.out))
     if not torch.compiler.is_compiling() and any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
         _note_gradients()
+    if sharded.is_distributed((*call[:6], call.out)):
+        return _on_every_rank(call)
     with torch.no_grad():
         if call.out is None:
             *arguments, _, backend = call
@@ -239,3 +241,16 @@ def _through_operator(call: MqaLogitsCall) -> torch.Tensor:
             raise TypeError(f"out: got dtype {call.out.dtype}, expected {call.out_dtype}, the out_dtype of the call")
         _operator_out(*call[:6], call.out, call.clean_logits, call.max_seqlen_k, call.backend)
         return call.out
+
+
+def _on_every_rank(call: MqaLogitsCall) -> torch.Tensor:
+    """The call on DTensors: rows sharded or not, keys replicated."""
+    names = ("q", "k", "kv_scale", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
+
+    def local(parts: dict[str, torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
+        q, k, *others = (parts[name] for name in names)
+        options = {"clean_logits": call.clean_logits, "max_seqlen_k": call.max_seqlen_k, "out_dtype": call.out_dtype}
+        return fp8_mqa_logits(q, (k, others[0]), *others[1:], **options, out=out, backend=call.backend)  # type: ignore[arg-type]
+
+    operands = dict(zip(names, call[:6], strict=True))
+    return sharded.run(operands, ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke"), call.out, local)
