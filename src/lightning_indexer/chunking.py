@@ -270,7 +270,6 @@ def _as_request(index: int, item: Any) -> Request:
         item = tuple(item)
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise TypeError(f"requests[{index}]: got {item!r}, expected a Request or a (context, new) tuple")
-        item = (item[0], item[1])
     try:
         return Request(*item)
     except (TypeError, ValueError) as error:
