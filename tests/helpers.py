@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +15,9 @@ from lightning_indexer.check.cases import Form, Inputs
 from lightning_indexer.check.guarded import GuardedOutput
 from lightning_indexer.selection import registry
 
+_ROOT = Path(__file__).resolve().parents[1]
+# PYTHONPATH of processes that run this tree's code.
+SOURCES = os.pathsep.join(str(_ROOT / folder) for folder in ("src", "packages/cdna-sim/src"))
 CPU = torch.device("cpu")
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 

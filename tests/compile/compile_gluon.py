@@ -12,7 +12,7 @@ import torch
 from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.gluon_gfx950.config import heuristic
 from lightning_indexer.backends.gluon_gfx950.mqa_logits import Launch
-from lightning_indexer.backends.triton_launch import operands_like
+from lightning_indexer.backends.triton_launch import call_like
 
 if __name__ == "__main__":
     arch = Arch.parse("gfx950")
@@ -22,6 +22,6 @@ if __name__ == "__main__":
             facts["out_dtype"] = getattr(torch, facts["out_dtype"])
         problem = MqaLogitsProblem(rows, 32768, heads, head_dim, **facts)
         launch = Launch(problem, arch, heuristic(problem, arch), wide=wide)
-        built = launch.build(launch.arguments(*operands_like(problem, arch)))
+        built = launch.build(launch.arguments(call_like(problem, arch)))
         facts = {"name": built.kernel, "text": built.isa, "planned": launch.config.lds_bytes(head_dim)}
         print(json.dumps({**facts, **dataclasses.asdict(built.resources)}), flush=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from lightning_indexer.amd import clang as amdgpu_clang
 from lightning_indexer.amd import flydsl, triton_amd
 from lightning_indexer.amd.built import Built, CompileError
 from lightning_indexer.amd.clang import compile_hip
+from processes import python
 
 HERE = Path(__file__).parent
 ARCHS = ("gfx942", "gfx950")
@@ -192,16 +191,16 @@ def test_without_a_compiler_the_command_that_installs_one_is_named(source, monke
 TRITON = """
 import json, sys
 from lightning_indexer import Arch, MqaLogitsProblem
-from lightning_indexer.backends.triton_portable.mqa_logits import TritonPortable
+from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits
 import triton
 
 runs = []
 real = triton.compile
 triton.compile = lambda *arguments, **options: runs.append(0) or real(*arguments, **options)
 arch = Arch.parse(sys.argv[1])
-built = TritonPortable().build(MqaLogitsProblem(4096, 32768, 32, 128), arch)
-odd = TritonPortable().build(MqaLogitsProblem(4096, 32767, 32, 128), arch)
-large = TritonPortable().build(MqaLogitsProblem(70000, 32768, 32, 128), arch)
+built = MqaLogits().build(MqaLogitsProblem(4096, 32768, 32, 128), arch)
+odd = MqaLogits().build(MqaLogitsProblem(4096, 32767, 32, 128), arch)
+large = MqaLogits().build(MqaLogitsProblem(70000, 32768, 32, 128), arch)
 resources = built.resources
 print(json.dumps({
     "runs": len(runs), "kernel": built.kernel, "names": built.argument_names, "compiler": built.compiler,
@@ -214,13 +213,7 @@ print(json.dumps({
 
 
 def run_triton(arch: str, cache: Path) -> dict:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(HERE.parents[1] / "src"), "LIGHTNING_INDEXER_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", TRITON, arch], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(python("-c", TRITON, arch, LIGHTNING_INDEXER_CACHE_DIR=str(cache)))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -250,7 +243,7 @@ def test_triton(arch, tmp_path):
 def test_code_objects_load_under_a_rocm_before_7(source):
     """Version 3 of the ELF header's ABI is code object V5; clang 22 by itself writes V6, which is 4."""
     for arch in ARCHS:
-        built = compile_hip(source, arch, {"BIAS": 2, "PADDED": 1})
+        built = compile_hip(source, arch, {"BLOCK": 64, "VALUES": 4, "LDS_FLOATS": 64})
         assert built.code_object.elf[8] == 3
         again = amdgpu_clang.assemble(re.sub(r"(?m)^\s*\.amdhsa_code_object_version.*$", "", built.isa), arch)
         assert again.elf[8] == 3
@@ -258,15 +251,19 @@ def test_code_objects_load_under_a_rocm_before_7(source):
 
 @pytest.mark.parametrize("spoil", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"{}\nELF"])
 def test_a_spoilt_kernel_on_disk_is_compiled_again(source, compiled, tmp_path, monkeypatch, spoil):
-    macros = {"BIAS": 2, "PADDED": 1}
+    macros = {"BLOCK": 64, "VALUES": 4, "LDS_FLOATS": 64}
     first = compile_hip(source, "gfx950", macros)
     [path] = (tmp_path / "cache").glob("*.amd")
     path.write_bytes(spoil(path.read_bytes()))
     monkeypatch.setattr(built_module, "_BUILT", {})
     monkeypatch.setattr(artifacts, "_warned", set())
     with pytest.warns(RuntimeWarning, match="is not what was stored there"):
-        assert compile_hip(source, "gfx950", macros).code_object.elf == first.code_object.elf
+        again = compile_hip(source, "gfx950", macros)
+    assert (again.kernel, again.info.arguments) == (first.kernel, first.info.arguments)
     assert len(compiled) == 2
+    monkeypatch.setattr(built_module, "_BUILT", {})
+    assert compile_hip(source, "gfx950", macros).code_object.elf == again.code_object.elf
+    assert len(compiled) == 2, "replaced"
 
 
 def test_an_interpreted_kernel_is_refused():

@@ -45,7 +45,7 @@ def test_no_kernel_spills(arch, compiled_kernels):
 
 @pytest.mark.parametrize("arch", WAVES)
 def test_the_instructions_are_those_of_the_plan(arch, compiled_kernels):
-    built = dispatch.get("flydsl").build(MqaLogitsProblem(4096, 32768, 64, 128), Arch.parse(arch))
+    built = dispatch.kernel("flydsl").build(MqaLogitsProblem(4096, 32768, 64, 128), Arch.parse(arch))
     text = re.sub(r"\s*[;/].*", "", built.isa)
     loop = text[text.index("s_barrier") : text.index("s_endpgm")]
     # Four rows, one a wave, against 64 keys.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from processes import python
+
+SCRIPT = Path(__file__).with_name("compile_gluon.py")
 NOCLEAN = {"clean_logits": False}
 COMPRESSED = {"clean_logits": False, "max_seqlen_k": 32768, "out_dtype": "bfloat16"}
 # Rows, H, D, other facts, and the kernel's name. Both forms of the kernel, the largest and the smallest register files.
@@ -36,14 +35,11 @@ PROBLEMS = [
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> list[dict]:
     cache = tmp_path_factory.mktemp("cache")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(cache / "triton")}
-    environment["LIGHTNING_INDEXER_CACHE_DIR"] = str(cache)
-    command = [sys.executable, str(ROOT / "tests" / "compile" / "compile_gluon.py")]
-    command.append(json.dumps([problem[:4] for problem in PROBLEMS]))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    text = python(
+        str(SCRIPT), json.dumps([problem[:4] for problem in PROBLEMS]),
+        TRITON_CACHE_DIR=str(cache / "triton"), LIGHTNING_INDEXER_CACHE_DIR=str(cache),
+    )  # fmt: skip
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
 def test_names_are_built_from_the_config(kernels):

@@ -25,7 +25,7 @@ from lightning_indexer.check.cases import (
     positions_in_windows,
     window_applies,
 )
-from lightning_indexer.problems import reference
+from lightning_indexer.problems.mqa_logits import window_mask
 
 # Sizes that divide and sizes that do not; more rows than keys; rows that pass several requests' borders.
 SHAPES = [*SMALL_SHAPES, (2, 1), (4, 2), (16, 16), (12, 8), (64, 48), (5, 64), (8, 40), (6, 4096)]
@@ -175,7 +175,7 @@ def test_positions_in_windows_counts_the_mask(window, s_q, s_k):
     ks, ke = make_windows(window, s_q, s_k, CPU)
     by_hand = sum(len(keys_inside(start, end, s_k)) for start, end in windows_of(window, s_q, s_k))
     assert positions_in_windows(ks, ke, s_k) == by_hand
-    assert int(reference.window_mask(ks, ke, s_k).sum()) == by_hand
+    assert int(window_mask(ks, ke, s_k).sum()) == by_hand
 
 
 def test_positions_in_windows_takes_extreme_values():

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from faulty import FaultyBackend, honest, install, one_percent_high
+from helpers import SOURCES
 from lightning_indexer import Arch, __version__, envs
 from lightning_indexer.bench import environment, timing
 from lightning_indexer.bench.timing import Ceilings
@@ -72,8 +72,7 @@ def test_version():
 
 
 def test_as_a_module():
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
     result = subprocess.run(
         [sys.executable, "-m", "lightning_indexer", "--version"], env=environment, capture_output=True, text=True,
         check=False,
@@ -157,7 +156,7 @@ def test_info_lists_devices_backends_packages_and_variables():
 def test_info_shows_variables_and_warns_of_unknown_ones(monkeypatch):
     values = {
         "BACKEND": "torch-blocked", "ARCH": "gfx950", "CACHE_DIR": "/tmp/kernels", "KERNELS": "1", "VLLM": "0",
-        "SGLANG": "1", "TRUST_CACHE": "0",
+        "SGLANG": "1", "SELF_CHECK": "0", "TRUST_CACHE": "0",
     }  # fmt: skip
     assert {f"LIGHTNING_INDEXER_{name}" for name in values} == set(envs.KNOWN)
     for name, value in values.items():
@@ -206,7 +205,7 @@ def test_explain_of_one_backend_that_cannot_has_status_1():
 
 
 @pytest.mark.parametrize(
-    ("form", "words"), [("clean", "clean"), ("noclean", "not clean"), ("compressed", "compressed to 2")]
+    ("form", "words"), [("clean", "clean"), ("noclean", "noclean"), ("compressed", "compressed to 2")]
 )
 def test_explain_takes_every_form(form, words):
     assert f"M=1 N=2 H=32 D=64 {words} float32 on cpu" in run("explain", "--shape", "1,2,32,64", "--form", form).text

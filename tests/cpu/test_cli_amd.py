@@ -10,16 +10,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lightning_indexer import MqaLogitsProblem, sim
+import cdna_sim
+from cdna_sim import Resources
+from lightning_indexer import MqaLogitsProblem
+from lightning_indexer.amd import cdna
 from lightning_indexer.amd.built import CompileError
 from lightning_indexer.amd.simulated import ARCHS
-from lightning_indexer.backends.triton_portable.mqa_logits import TritonPortable
+from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits as TritonPortable
 from lightning_indexer.check import simulated
 from lightning_indexer.check.cases import WINDOWS, window_applies
 from lightning_indexer.check.simulated import FN, FNUZ, SimulatedCase, SimulatedOutcome, make_simulated_inputs, sweep
 from lightning_indexer.cli import app as cli
 from lightning_indexer.selection import registry as dispatch
-from lightning_indexer.toolchain.code_object import Resources
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +51,7 @@ def outcomes(monkeypatch) -> SimpleNamespace:
             yield SimulatedOutcome(case, record.fault(case), 1e-9, 1000, 0.01, 0.1)
 
     monkeypatch.setattr(simulated, "run", fake)
-    monkeypatch.setattr(sim, "missing", lambda: None)
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: None)
     return record
 
 
@@ -153,10 +155,10 @@ def test_verify_refuses(outcomes, arguments, message):
 
 
 def test_verify_says_what_the_simulator_lacks(outcomes, monkeypatch):
-    monkeypatch.setattr(sim, "missing", lambda: "the simulator needs tinygrad: pip install 'lightning-indexer[sim]'")
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: "simulation needs tinygrad: pip install it")
     result = run("verify", "--arch", "gfx950")
     assert result.status == 2
-    assert "the simulator needs tinygrad: pip install 'lightning-indexer[sim]'" in result.text
+    assert "simulation needs tinygrad: pip install it" in result.text
     assert outcomes.asked == []
 
 
@@ -211,12 +213,12 @@ def test_disasm_prints_the_text(built):
 
 
 def test_disasm_with_addresses_decodes_the_code_object(built, monkeypatch):
-    monkeypatch.setattr(sim, "missing", lambda: None)
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: None)
     lines = [(0x1A00, b"\x01\x02\x03\x04", "v_first"), (0x1A04, b"\0" * 8, "v_second")]
-    monkeypatch.setattr(sim, "listing", lambda code_object, kernel: iter(lines), raising=False)
+    monkeypatch.setattr(cdna_sim, "listing", lambda code_object, kernel: iter(lines), raising=False)
     result = run("disasm", "--arch", "gfx942", "--addresses")
     assert result.text == "0x001a00 01020304 v_first 0x001a04 0000000000000000 v_second"
-    monkeypatch.setattr(sim, "missing", lambda: "the simulator needs tinygrad")
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: "the simulator needs tinygrad")
     assert "the simulator needs tinygrad" in run("disasm", "--arch", "gfx942", "--addresses").text
 
 
@@ -250,5 +252,5 @@ def test_a_kernel_that_does_not_compile_ends_with_the_message(monkeypatch, comma
 
 
 def test_backends_with_amd_kernels_say_so():
-    kernels = [backend.name for backend in dispatch.backends() if isinstance(backend, dispatch.AmdBackend)]
+    kernels = [name for name, kernel in dispatch.kernels().items() if isinstance(kernel, dispatch.Compiled)]
     assert kernels == ["hip-gfx950", "gluon-gfx950", "flydsl", "triton-portable"]

@@ -187,10 +187,12 @@ def test_a_needle_that_is_not_planted_is_not_found(tiny, prompt):
     assert result.answered < NEEDLES
 
 
-def _noisy(problem, operands, out, run):
-    run(operands, out)
-    inside = out.isfinite()
-    out[inside] += 0.5 * out[inside].std() * torch.randn(int(inside.sum()), generator=torch.Generator().manual_seed(0))
+def _noisy(problem, call, run):
+    run(call)
+    inside = call.result.isfinite()
+    call.result[inside] += (
+        0.5 * call.result[inside].std() * torch.randn(int(inside.sum()), generator=torch.Generator().manual_seed(0))
+    )
 
 
 def test_a_wrong_kernel_lowers_the_overlap(monkeypatch, tiny, prompt):
@@ -360,9 +362,9 @@ def test_the_command(tmp_path, monkeypatch):
 
 
 def test_the_command_fails_where_a_backend_loses_needles(tmp_path, monkeypatch):
-    def silent(problem, operands, out, run):
-        run(operands, out)
-        out[out.isfinite()] = 0.0
+    def silent(problem, call, run):
+        run(call)
+        call.result[call.result.isfinite()] = 0.0
 
     install(monkeypatch, FaultyBackend(silent))
     monkeypatch.setattr("lightning_indexer.cli.engines.MODELS", {"glm-5.2": TINY})

@@ -23,7 +23,7 @@ torch.set_num_threads(2)
 cpu = torch.device("cpu")
 inputs = make_inputs(600, 300, 8, 32, cpu)  # several row blocks
 ks, ke = make_windows("causal", 600, 300, cpu)
-expected = li.reference_logits(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+expected = li.reference_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
 
 def call():
     logits = li.fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)

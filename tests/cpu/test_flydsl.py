@@ -12,7 +12,6 @@ from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
 from lightning_indexer.backends.flydsl_cdna.layout import CHUNK, KEYS_OF_WAVE, LANES, Layout
 from lightning_indexer.selection import registry as dispatch
-from lightning_indexer.toolchain.occupancy import lds_limit
 
 ARCHS = ("gfx942", "gfx950")
 LAYOUTS = [
@@ -100,7 +99,7 @@ def test_every_choice_fits(arch):
             assert len(set(found)) == len(found)
             for config in found:
                 plan = layout(asked, Arch.parse(arch), config)
-                assert plan.lds_bytes <= lds_limit(arch)
+                assert plan.lds_bytes <= Arch.parse(arch).shared_bytes
                 assert config.chunk % plan.tile == 0
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
-from types import SimpleNamespace
+import sys
+from importlib.machinery import PathFinder
 
 import pytest
 import torch
 
 from lightning_indexer import Arch, MqaLogitsProblem
-from lightning_indexer.backends.gluon_gfx950 import backend
 from lightning_indexer.backends.gluon_gfx950.backend import GluonGfx950
 from lightning_indexer.backends.gluon_gfx950.config import GluonConfig, heuristic, is_wide, neighbours
 from lightning_indexer.backends.gluon_gfx950.mqa_logits import HEAD_DIMS, HEADS, Launch
-from lightning_indexer.toolchain.occupancy import lds_limit
 
 GFX950 = Arch.parse("gfx950")
 DEEPSEEK = MqaLogitsProblem(4096, 32768, 64, 128)
@@ -39,7 +39,7 @@ def test_the_layouts_of_every_config_exist(rows, keys):
             # A wave's copy is 64 lanes of 16 bytes.
             assert config.block * head_dim % (4 * 64 * 16) == 0
             assert config.buffers >= 2
-            assert config.lds_bytes(head_dim) <= lds_limit("gfx950")
+            assert config.lds_bytes(head_dim) <= GFX950.shared_bytes
             # A wave's accumulators, q and w, in registers of 4 bytes a lane.
             wave = config.rows // config.row_warps * heads
             scores = wave * config.step // config.key_warps // 64
@@ -50,7 +50,7 @@ def test_the_layouts_of_every_config_exist(rows, keys):
 def test_lds_holds_two_programs_of_what_the_heuristic_takes(rows):
     for heads, head_dim in itertools.product(HEADS, HEAD_DIMS):
         config = heuristic(MqaLogitsProblem(rows, 32768, heads, head_dim), GFX950)
-        assert 2 * config.lds_bytes(head_dim) <= lds_limit("gfx950")
+        assert 2 * config.lds_bytes(head_dim) <= GFX950.shared_bytes
 
 
 def test_many_rows_of_the_shipped_model_share_tiles_of_three_buffers():
@@ -121,13 +121,14 @@ def test_bfloat16_reaches_twice_as_far():
 
 @pytest.mark.parametrize(("exists", "reason"), [(False, "not installed: pip"), (True, r"pip install 'triton>=3.6'")])
 def test_what_is_missing_is_said_with_its_command(monkeypatch, tmp_path, exists, reason):
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)]) if exists else None
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: spec)
-    backend._missing.cache_clear()
+    package = tmp_path / "triton"
+    if exists:
+        package.mkdir()
+        (package / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: PathFinder.find_spec(name))
+    importlib.invalidate_caches()
     assert reason in GluonGfx950().missing()
     if exists:
-        (tmp_path / "experimental" / "gluon" / "language" / "amd" / "cdna4").mkdir(parents=True)
-        backend._missing.cache_clear()
+        (package / "experimental" / "gluon" / "language" / "amd" / "cdna4").mkdir(parents=True)
         assert GluonGfx950().missing() is None
-    monkeypatch.undo()
-    backend._missing.cache_clear()

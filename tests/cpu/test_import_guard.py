@@ -10,13 +10,16 @@ from pathlib import Path
 
 import torch
 
-from helpers import ON_CPU
+from helpers import ON_CPU, SOURCES
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 OPTIONAL = (
     "triton",
     "cuda",
     "flydsl",
+    "cdna_sim",
+    "elftools",
+    "msgpack",
     "tinygrad",
     "typer",
     "rich",
@@ -98,7 +101,7 @@ print(json.dumps({
 
 def run(script: str, *arguments: str, **variables: str) -> dict:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(SOURCE), **variables}
+    environment |= {"PYTHONPATH": SOURCES, **variables}
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, check=False
     )

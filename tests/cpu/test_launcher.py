@@ -11,14 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_indexer import Arch, sim
+from cdna_sim import Argument, Descriptor, KernelInfo, Resources
+from lightning_indexer import Arch
+from lightning_indexer.amd import cdna, launcher_for, pack_arguments, simulates, simulation
 from lightning_indexer.amd import hip_runtime as hip_launcher
-from lightning_indexer.amd import launcher_for, pack_arguments, simulates, simulation
-from lightning_indexer.amd.arguments import hidden_arguments
 from lightning_indexer.amd.built import Built
 from lightning_indexer.amd.hip_runtime import HipError, HipLauncher
 from lightning_indexer.arch import arch_of, assume
-from lightning_indexer.toolchain.code_object import Argument, Descriptor, KernelInfo, Resources
 
 
 def info(*arguments: tuple[str, int, int, str], kernarg_bytes: int = 0) -> KernelInfo:
@@ -80,7 +79,7 @@ def test_scratch_pointers_that_triton_appends_are_null():
         ((1,), ValueError, "kernel: got 1 arguments, expected 2"),
         ((1.0, b"12345"), ValueError, "kernel: argument count: got 5 bytes, expected 4"),
         ((1, torch.zeros(1)), ValueError, "kernel: argument count: got a tensor, expected by_value of 4 bytes"),
-        ((1, "2"), TypeError, "kernel: argument count: got str, expected a tensor, a number, bytes or a ctypes"),
+        ((1, "2"), TypeError, "kernel: argument count: got str, expected an array, a number, bytes or a ctypes"),
         ((1, None), TypeError, "kernel: argument count: got NoneType"),
     ],
 )
@@ -93,20 +92,6 @@ def test_what_does_not_fit_is_named(arguments, error, message):
 def test_an_argument_without_a_name_goes_by_its_number():
     with pytest.raises(ValueError, match="kernel: argument 1: got a float, expected 2 bytes"):
         pack_arguments(info(OUT, ("", 8, 2, "by_value")), (0, 1.0))
-
-
-def test_hidden_arguments_say_how_the_kernel_was_launched():
-    hidden = [
-        ("", 16, 4, "hidden_block_count_x"), ("", 20, 4, "hidden_block_count_y"), ("", 24, 4, "hidden_block_count_z"),
-        ("", 28, 2, "hidden_group_size_x"), ("", 30, 2, "hidden_group_size_y"), ("", 32, 2, "hidden_group_size_z"),
-        ("", 34, 2, "hidden_remainder_x"), ("", 40, 8, "hidden_global_offset_x"), ("", 48, 2, "hidden_grid_dims"),
-        ("", 52, 4, "hidden_dynamic_lds_size"), ("", 56, 8, "hidden_hostcall_buffer"),
-    ]  # fmt: skip
-    kernel = info(OUT, *hidden, kernarg_bytes=96)
-    packed = pack_arguments(kernel, (5,))
-    assert packed == struct.pack("<Q", 5), "hidden arguments are not the caller's"
-    segment = hidden_arguments(kernel, packed, (3, 4, 1), (256, 1, 1), 1234)
-    assert segment == struct.pack("<Q8x3I3HH4xQH2xIQ32x", 5, 3, 4, 1, 256, 1, 1, 0, 0, 2, 1234, 0)
 
 
 # HIP
@@ -259,7 +244,7 @@ def test_hip_needs_tensors_on_one_gpu(gpu, arguments, message):
 @pytest.fixture
 def _simulator(monkeypatch):
     """The launcher alone: it is made where the decoder cannot be installed too (Python 3.10)."""
-    monkeypatch.setattr(sim, "missing", lambda: None)
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: None)
 
 
 @pytest.mark.usefixtures("_simulator")
@@ -313,7 +298,7 @@ def test_assume_is_undone():
 
 
 def test_what_the_simulator_lacks_is_said(monkeypatch):
-    monkeypatch.setattr(sim, "missing", lambda: "the simulator needs tinygrad: pip install it")
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: "the simulator needs tinygrad: pip install it")
     with pytest.raises(ModuleNotFoundError, match="the simulator needs tinygrad: pip install it"), simulation("gfx950"):
         pass
     assert arch_of("cpu").name == "cpu"

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_indexer import Arch, Problem, explain, packages
+from lightning_indexer import Arch, MqaLogitsProblem, explain, packages
 from lightning_indexer.amd import clang
 from lightning_indexer.selection import registry
 
@@ -115,7 +115,7 @@ missing = {backend.name: backend.missing() for backend in registry.backends()}
 assert all(isinstance(reason, str | None) for reason in missing.values()), missing
 assert missing["torch-blocked"] is None
 for arch in li.Arch.known():
-    verdicts = li.explain(li.Problem(4096, 32768, 32, 128), arch)
+    verdicts = li.explain(li.MqaLogitsProblem(4096, 32768, 32, 128), arch)
     assert any(verdict.chosen for verdict in verdicts), verdicts
 new = {name for name in set(sys.modules) - before if name.split(".")[0] in names}
 assert not new, new
@@ -149,7 +149,7 @@ def test_a_hip_runtime_is_not_asked_for_before_a_launch(monkeypatch):
     monkeypatch.setattr(hip_runtime, "_runtime", loaded)
     found = every_backend()
     assert all("libamdhip64" not in (reason or "") for reason in found.values())
-    verdicts = explain(Problem(4096, 32768, 32, 128), Arch.parse("gfx950"))
+    verdicts = explain(MqaLogitsProblem(4096, 32768, 32, 128), Arch.parse("gfx950"))
     assert any(verdict.chosen for verdict in verdicts)
 
 
@@ -175,9 +175,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import lightning_indexer
 assert lightning_indexer.__file__.startswith(sys.argv[1]), lightning_indexer.__file__
-from lightning_indexer import Arch, Problem, packages
-from lightning_indexer.backends.cuda_sm90 import backend as sm90
-from lightning_indexer.backends.hip_gfx950 import backend as hip
+from lightning_indexer import Arch, MqaLogitsProblem as Problem, packages
+from lightning_indexer.backends.cuda_sm90 import mqa_logits as sm90
 from lightning_indexer.selection import registry
 assert isinstance(sm90.SOURCE, packages.PackedFile)
 for name, arch, problem in (
@@ -186,7 +185,7 @@ for name, arch, problem in (
 ):
     backend = registry.get(name)
     if (reason := backend.missing()) is None:
-        print(backend.precompile(problem, Arch.parse(arch)))
+        print(backend.kernels["fp8_mqa_logits"].precompile(problem, Arch.parse(arch)))
     else:
         print("left out", name, reason)
 """

@@ -31,7 +31,7 @@ SM90, GFX942, GFX950 = map(Arch.parse, ("sm90", "gfx942", "gfx950"))
     ids=lambda value: getattr(value, "name", None),
 )
 def test_backends_by_arch(arch, names):
-    assert [backend.name for backend in prebuild.backends(arch)] == names
+    assert prebuild.backends(arch) == names
 
 
 def test_a_plan_has_every_size_that_heuristics_tell_apart():
@@ -70,13 +70,10 @@ def _name(backend: str, problem: MqaLogitsProblem, arch: Arch) -> str:
     return hip.heuristic(problem, arch).name
 
 
-class Faulty:
-    """Compiles every second kernel."""
+class FaultyKernel:
+    """Compiles every second time."""
 
-    name, summary, count = "faulty", "", 0
-
-    def missing(self):
-        return None
+    count = 0
 
     def supports(self, problem, arch):
         return None
@@ -87,7 +84,17 @@ class Faulty:
             raise ArithmeticError("the compiler said no")
         return f"kernel {self.count % 4}"
 
-    prepare = candidates = precompile
+    config = neighbours = launch = precompile
+
+
+class Faulty:
+    name, summary = "faulty", ""
+
+    def __init__(self, kernel=None):
+        self.kernels = {"fp8_mqa_logits": kernel or FaultyKernel()}
+
+    def missing(self):
+        return None
 
 
 def test_a_compiler_error_is_told_with_what_was_done(monkeypatch):
@@ -96,7 +103,7 @@ def test_a_compiler_error_is_told_with_what_was_done(monkeypatch):
     done = prebuild.compile_batch(batch)
     assert (done.kernels, done.error) == (("kernel 1", "kernel 3"), "the compiler said no")
     monkeypatch.setattr(prebuild, "run", lambda batches, jobs: map(prebuild.compile_batch, batches))
-    dispatch.get("faulty").count = 0
+    dispatch.kernel("faulty").count = 0
     result = CliRunner().invoke(cli.app, ["prebuild", "--arch", "sm90", "--heads", "32", "--backend", "faulty"])
     assert result.exit_code == 1
     assert "FAIL faulty H=32 D=128: the compiler said no" in result.output
@@ -136,7 +143,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(monkeypatch, tmp_path):
     assert "cannot write into" in result.output
 
 
-class Storing(Faulty):
+class StoringKernel(FaultyKernel):
     """Stores one kernel in the disk cache."""
 
     def precompile(self, problem, arch):
@@ -146,7 +153,7 @@ class Storing(Faulty):
 @pytest.mark.parametrize("how", ["full disk", "half written", "trusted by nobody"])
 def test_prebuild_fails_where_a_later_process_would_find_nothing(monkeypatch, tmp_path, how):
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))
-    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Storing())
+    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Faulty(StoringKernel()))
     monkeypatch.setattr(prebuild, "run", lambda batches, jobs: map(prebuild.compile_batch, batches))
     arguments = ["prebuild", "--arch", "sm90", "--heads", "32", "--backend", "faulty"]
     real = Path.replace
@@ -179,7 +186,7 @@ def test_prebuild_fails_where_a_later_process_would_find_nothing(monkeypatch, tm
 
 def test_an_empty_file_does_not_pass_for_a_kernel(monkeypatch, tmp_path):
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))
-    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Storing())
+    monkeypatch.setitem(dispatch._BACKENDS, "faulty", Faulty(StoringKernel()))
     [batch] = prebuild.plan(SM90, [32], [64], names=["faulty"])
     assert prebuild.compile_batch(batch).error == ""
     [path] = tmp_path.iterdir()

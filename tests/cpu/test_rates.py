@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_indexer.check.cases import PERFORMANCE_SHAPES, flop, positions_in_windows
+from lightning_indexer.check.cases import flop, positions_in_windows
 from lightning_indexer.model.cost import windows_of
 from lightning_indexer.model.rates import (
     AITER_GLUON,
-    AITER_HIP,
     MI350X,
     MI355X,
     PUBLISHED,
@@ -63,19 +62,11 @@ def test_packed_instructions():
     assert not is_packed_f32("v_fma_f32")
 
 
-def test_the_published_table_has_its_fourteen_rows():
-    times = AITER_HIP.times
-    assert len(times) == 14
-    assert {(s_q, s_k) for s_q, s_k, _ in times} == set(PERFORMANCE_SHAPES)
-    assert {window for _, _, window in times} == {"causal", "multi_req"}
-    assert times[128, 32768, "causal"] == (225.1, 35.2)
-
-
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.title)
 def test_published_tables_are_whole(published):
     assert all(len(times) == len(published.kernels) for times in published.times.values())
     for backend, column in published.kinds.items():
-        assert isinstance(dispatch.get(backend), dispatch.AmdBackend)
+        assert isinstance(dispatch.kernel(backend), dispatch.Compiled)
         assert 0 <= column < len(published.kernels)
     # Where only sums can be compared there is a kernel to compare them with.
     assert published.unit == "us" or 0 in published.kinds.values()

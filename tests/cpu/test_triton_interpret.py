@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from helpers import (
     INT32_MAX,
     INT32_MIN,
     INTERPRETED,
+    SOURCES,
     assert_matches,
     check_guarded,
     expected_for,
@@ -308,7 +308,7 @@ print(json.dumps(diffs))
 @interpreted
 def test_nothing_outside_of_the_tensors_is_touched():
     """Case 7: every tensor between pages that no one may touch; a read past the last key would end the process."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
     done = subprocess.run([sys.executable, "-c", FENCED], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
     diffs = json.loads(done.stdout)

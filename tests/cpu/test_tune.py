@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -10,6 +13,7 @@ from faulty import FaultyBackend, install, one_percent_high
 from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.bench import sweep, tune
 from lightning_indexer.cli.app import app
+from lightning_indexer.cli.common import out
 from lightning_indexer.selection import registry as dispatch
 
 SMALL = ["bench", "--tune", "--device", "cpu", "--shapes", "16x64", "--heads", "8", "--head-dim", "32",
@@ -23,15 +27,14 @@ def plan(backend: str) -> sweep.Plan:
 
 @pytest.mark.parametrize("name", ARCH_OF)
 @pytest.mark.parametrize("shape", [(1, 1, 8, 32), (128, 32768, 64, 128), (4096, 32768, 32, 128)])
-def test_candidates_begin_with_what_prepare_uses_and_are_distinct(name, shape):
+def test_configs_begin_with_the_heuristics_and_are_distinct(name, shape):
     problem, arch = MqaLogitsProblem(*shape), Arch.parse(ARCH_OF[name])
-    backend = dispatch.get(name)
-    configs = [config for config, _ in backend.candidates(problem, arch)]
+    kernel = dispatch.kernel(name)
+    configs = kernel.neighbours(problem, arch)
     assert len(configs) > 1
     assert len(set(configs)) == len(configs)
-    prepared = backend.prepare(problem, arch)
+    assert configs[0] == kernel.config(problem, arch)
     if name == "cuda-sm90":
-        assert prepared.config == configs[0]
         assert all(config.shared_bytes <= configs[0].shared_bytes for config in configs)
     if name in ("triton-portable", "gluon-gfx950"):
         assert all(config.chunk % config.block == 0 for config in configs)
@@ -45,11 +48,9 @@ def test_every_candidate_is_checked_and_timed():
 
 
 def test_a_wrong_candidate_is_not_timed(monkeypatch):
-    backend = FaultyBackend(one_percent_high)
-    backend.candidates = lambda problem, arch: [("Config(a=1)", backend.prepare(problem, arch))]
-    install(monkeypatch, backend)
+    install(monkeypatch, FaultyBackend(one_percent_high))
     trials = list(tune.run(plan("faulty"), torch.device("cpu")))
-    assert [trial.median for trial in trials] == [None, None]
+    assert {(trial.case.form, trial.median) for trial in trials} == {("clean", None), ("compressed", None)}
     assert all(trial.note.startswith("WRONG: calc_diff") for trial in trials)
     result = CliRunner().invoke(app, [*SMALL, "--backend", "faulty"])
     assert result.exit_code == 1
@@ -62,11 +63,19 @@ def test_a_backend_that_cannot_run_says_why():
     assert "sm90" in trial.note
 
 
-def test_table(tmp_path, monkeypatch):
+def test_the_table_names_the_fastest_config_and_its_gain(tmp_path, monkeypatch):
+    """The heuristic's config takes 40 us, the next one 30, every other one 50."""
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, [*SMALL, "--backend", "torch-blocked"])
+    monkeypatch.setattr(out, "_width", 200)
+    times = itertools.chain([40.0, 30.0], itertools.repeat(50.0))
+    monkeypatch.setattr(tune, "measure", lambda call, device, budget: SimpleNamespace(median=next(times)))
+    arguments = [*SMALL[:-3], "clean", *SMALL[-2:]]
+    result = CliRunner().invoke(app, [*arguments, "--backend", "torch-blocked"])
     assert result.exit_code == 0, result.output
-    assert "heuristic us" in result.output
+    kernel, problem, cpu = dispatch.kernel("torch-blocked"), MqaLogitsProblem(16, 64, 8, 32), Arch.parse("cpu")
+    first, second, *_ = map(str, kernel.neighbours(problem, cpu))
+    [row] = [line for line in result.output.splitlines() if "torch-blocked" in line]
+    assert [cell.strip() for cell in row.split("│")[3:-1]] == ["40.0", "30.0", "1.33x", tune.differences(second, first)]
     assert list(tmp_path.iterdir()) == []
 
 

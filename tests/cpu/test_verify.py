@@ -39,10 +39,10 @@ def run_one(monkeypatch, fault, form="clean", window="causal", dtype=FP32, **siz
     return outcome
 
 
-def place_of_fault(problem: MqaLogitsProblem, operands: MqaLogitsCall) -> tuple[int, int]:
+def place_of_fault(problem: MqaLogitsProblem, call: MqaLogitsCall) -> tuple[int, int]:
     """Where a fault goes: row and column in the result of the last position that any window holds."""
     for row in range(problem.rows - 1, -1, -1):
-        start, end = int(operands.ks[row]), int(operands.ke[row])
+        start, end = int(call.ks[row]), int(call.ke[row])
         if max(start, 0) < min(end, problem.keys):
             position = min(end, problem.keys) - 1
             return row, position - start if problem.compressed else position
@@ -87,11 +87,11 @@ def test_the_accuracy_of_bf16_is_measured(monkeypatch):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_one_position_of_a_window_left_out(monkeypatch, form, dtype):
-    def fault(problem, operands, out, run):
-        row, column = place_of_fault(problem, operands)
-        before = out[row, column].clone()
-        run(operands, out)
-        out[row, column].copy_(before)
+    def fault(problem, call, run):
+        row, column = place_of_fault(problem, call)
+        before = call.result[row, column].clone()
+        run(call)
+        call.result[row, column].copy_(before)
 
     outcome = run_one(monkeypatch, fault, form, dtype=dtype)
     assert outcome.status == "fail"
@@ -100,10 +100,10 @@ def test_one_position_of_a_window_left_out(monkeypatch, form, dtype):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_position_outside_the_windows_left_out(monkeypatch, form):
-    def fault(problem, operands, out, run):
-        before = out[0, -1].clone()
-        run(operands, out)
-        out[0, -1].copy_(before)
+    def fault(problem, call, run):
+        before = call.result[0, -1].clone()
+        run(call)
+        call.result[0, -1].copy_(before)
 
     # Row 0 of a causal window does not reach the last column.
     outcome = run_one(monkeypatch, fault, form)
@@ -118,17 +118,17 @@ def test_one_position_outside_the_windows_left_out(monkeypatch, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("where", ["row gap", "before", "after", "end of the guard band"])
 def test_one_element_written_outside_the_view(monkeypatch, where, form, dtype):
-    def fault(problem, operands, out, run):
-        run(operands, out)
-        first = out.storage_offset()
-        last = first + (problem.rows - 1) * out.stride(0) + problem.width - 1
+    def fault(problem, call, run):
+        run(call)
+        first = call.result.storage_offset()
+        last = first + (problem.rows - 1) * call.result.stride(0) + problem.width - 1
         offset = {
             "row gap": first + problem.width,
             "before": first - 1,
             "after": last + 1,
-            "end of the guard band": out.untyped_storage().nbytes() // out.itemsize - 1,
+            "end of the guard band": call.result.untyped_storage().nbytes() // call.result.itemsize - 1,
         }[where]
-        out.as_strided((1,), (1,), offset).fill_(float("-inf"))
+        call.result.as_strided((1,), (1,), offset).fill_(float("-inf"))
 
     outcome = run_one(monkeypatch, fault, form, dtype=dtype)
     assert outcome.status == "fail"
@@ -136,10 +136,10 @@ def test_one_element_written_outside_the_view(monkeypatch, where, form, dtype):
 
 
 def test_a_whole_row_not_written_where_all_windows_are_empty(monkeypatch):
-    def fault(problem, operands, out, run):
-        before = out[1].clone()
-        run(operands, out)
-        out[1].copy_(before)
+    def fault(problem, call, run):
+        before = call.result[1].clone()
+        run(call)
+        call.result[1].copy_(before)
 
     # Row 1 of "empty" has no window; a kernel that returns early there leaves it as it was.
     outcome = run_one(monkeypatch, fault, window="empty")
@@ -151,9 +151,9 @@ def test_a_whole_row_not_written_where_all_windows_are_empty(monkeypatch):
 
 
 def test_one_minus_inf_inside_a_window(monkeypatch):
-    def fault(problem, operands, out, run):
-        run(operands, out)
-        out[place_of_fault(problem, operands)] = float("-inf")
+    def fault(problem, call, run):
+        run(call)
+        call.result[place_of_fault(problem, call)] = float("-inf")
 
     outcome = run_one(monkeypatch, fault)
     assert outcome.status == "fail"
@@ -164,9 +164,9 @@ def test_one_minus_inf_inside_a_window(monkeypatch):
 
 @pytest.mark.parametrize("value", [0.0, -3e38, float("inf"), float("nan")])
 def test_one_other_value_outside_the_windows(monkeypatch, value):
-    def fault(problem, operands, out, run):
-        run(operands, out)
-        out[0, -1] = value
+    def fault(problem, call, run):
+        run(call)
+        call.result[0, -1] = value
 
     outcome = run_one(monkeypatch, fault)
     assert outcome.status == "fail"
@@ -176,9 +176,9 @@ def test_one_other_value_outside_the_windows(monkeypatch, value):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_nan_inside_a_window(monkeypatch, form):
-    def fault(problem, operands, out, run):
-        run(operands, out)
-        out[place_of_fault(problem, operands)] = float("nan")
+    def fault(problem, call, run):
+        run(call)
+        call.result[place_of_fault(problem, call)] = float("nan")
 
     outcome = run_one(monkeypatch, fault, form)
     assert outcome.status == "fail"
@@ -188,17 +188,17 @@ def test_one_nan_inside_a_window(monkeypatch, form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_plus_inf_inside_a_window(monkeypatch, form):
-    def fault(problem, operands, out, run):
-        run(operands, out)
-        out[place_of_fault(problem, operands)] = float("inf")
+    def fault(problem, call, run):
+        run(call)
+        call.result[place_of_fault(problem, call)] = float("inf")
 
     assert run_one(monkeypatch, fault, form).status == "fail"
 
 
 @pytest.mark.parametrize(("shift", "positions"), [(1, S_Q), (-1, S_Q)])
 def test_windows_that_start_one_off(monkeypatch, shift, positions):
-    def fault(problem, operands, out, run):
-        run(operands._replace(ks=operands.ks + shift), out)
+    def fault(problem, call, run):
+        run(call._replace(ks=call.ks + shift))
 
     outcome = run_one(monkeypatch, fault, window="misaligned")
     assert outcome.status == "fail"
@@ -211,8 +211,8 @@ def test_windows_that_start_one_off(monkeypatch, shift, positions):
 
 @pytest.mark.parametrize("shift", [1, -1])
 def test_windows_that_end_one_off(monkeypatch, shift):
-    def fault(problem, operands, out, run):
-        run(operands._replace(ke=operands.ke + shift), out)
+    def fault(problem, call, run):
+        run(call._replace(ke=call.ke + shift))
 
     assert run_one(monkeypatch, fault, window="misaligned").status == "fail"
     if shift < 0:
@@ -221,8 +221,8 @@ def test_windows_that_end_one_off(monkeypatch, shift):
 
 
 def test_compressed_logits_that_ignore_ks(monkeypatch):
-    def fault(problem, operands, out, run):
-        run(operands._replace(ks=torch.zeros_like(operands.ks), ke=operands.ke - operands.ks), out)
+    def fault(problem, call, run):
+        run(call._replace(ks=torch.zeros_like(call.ks), ke=call.ke - call.ks))
 
     for window in ("misaligned", "multi_req"):
         outcome = run_one(monkeypatch, fault, "compressed", window)
@@ -232,8 +232,8 @@ def test_compressed_logits_that_ignore_ks(monkeypatch):
 
 
 def test_starts_clamped_before_the_columns_are_counted(monkeypatch):
-    def fault(problem, operands, out, run):
-        run(operands._replace(ks=operands.ks.clamp(min=0)), out)
+    def fault(problem, call, run):
+        run(call._replace(ks=call.ks.clamp(min=0)))
 
     # Column j is ks + j for a negative ks too; only past_end has such rows.
     assert run_one(monkeypatch, fault, "compressed", "past_end").status == "fail"
@@ -253,9 +253,9 @@ def test_all_values_one_percent_high(monkeypatch, form, dtype):
 
 
 def test_values_are_compared_with_the_unquantised_inputs_too(monkeypatch):
-    def fault(problem, operands, out, run):
-        run(operands, out)
-        out *= 1.1
+    def fault(problem, call, run):
+        run(call)
+        call.result.mul_(1.1)
 
     monkeypatch.setitem(verify.MAX_DIFF, FP32, 1.0)
     outcome = run_one(monkeypatch, fault)
@@ -264,9 +264,9 @@ def test_values_are_compared_with_the_unquantised_inputs_too(monkeypatch):
 
 
 def test_what_quantisation_itself_costs_is_allowed(monkeypatch):
-    def fault(problem, operands, out, run):
-        run(operands, out)
-        out *= 1.02
+    def fault(problem, call, run):
+        run(call)
+        call.result.mul_(1.02)
 
     monkeypatch.setattr(verify, "MAX_DIFF_UNQUANTISED", 1e-9)
     monkeypatch.setitem(verify.MAX_DIFF, FP32, 1.0)
@@ -276,21 +276,21 @@ def test_what_quantisation_itself_costs_is_allowed(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_one_head_left_out(monkeypatch, dtype):
-    def fault(problem, operands, out, run):
-        weights = operands.weights.clone()
+    def fault(problem, call, run):
+        weights = call.weights.clone()
         weights[:, -1] = 0.0
-        run(operands._replace(weights=weights), out)
+        run(call._replace(weights=weights))
 
     assert run_one(monkeypatch, fault, dtype=dtype, heads=128).status == "fail"
 
 
 def test_values_rounded_to_five_bits(monkeypatch):
-    def fault(problem, operands, out, run):
-        run(operands, out)
-        finite = out.isfinite()
-        mantissa, exponent = out.masked_fill(~finite, 0.0).frexp()
+    def fault(problem, call, run):
+        run(call)
+        finite = call.result.isfinite()
+        mantissa, exponent = call.result.masked_fill(~finite, 0.0).frexp()
         rounded = torch.ldexp((mantissa * 2**5).round(), exponent - 5)
-        out.copy_(torch.where(finite, rounded, out))
+        call.result.copy_(torch.where(finite, rounded, call.result))
 
     # bfloat16 keeps eight bits and is told apart by its own limit alone: its calc_diff is 1.6e-6.
     outcome = run_one(monkeypatch, fault)
@@ -299,34 +299,34 @@ def test_values_rounded_to_five_bits(monkeypatch):
 
 
 def test_the_sign_of_the_key_scales_ignored(monkeypatch):
-    def fault(problem, operands, out, run):
-        run(operands._replace(kv_scale=operands.kv_scale.abs()), out)
+    def fault(problem, call, run):
+        run(call._replace(kv_scale=call.kv_scale.abs()))
 
     assert run_one(monkeypatch, fault).status == "fail"
 
 
 def test_key_scales_applied_before_the_relu(monkeypatch):
-    def fault(problem, operands, out, run):
+    def fault(problem, call, run):
         # relu(q . k * scale): the same for positive scales, zero or another head's share for negative ones.
-        negated = torch.where(operands.kv_scale[:, None] < 0, -operands.k.float(), operands.k.float())
-        run(operands._replace(k=negated.to(operands.k.dtype), kv_scale=operands.kv_scale.abs()), out)
+        negated = torch.where(call.kv_scale[:, None] < 0, -call.k.float(), call.k.float())
+        run(call._replace(k=negated.to(call.k.dtype), kv_scale=call.kv_scale.abs()))
 
     assert run_one(monkeypatch, fault).status == "fail"
 
 
 @pytest.mark.parametrize("column", [0, S_K - 1])
 def test_one_wrong_column(monkeypatch, column):
-    def fault(problem, operands, out, run):
-        scale = operands.kv_scale.clone()
+    def fault(problem, call, run):
+        scale = call.kv_scale.clone()
         scale[column] = scale[column - 1]
-        run(operands._replace(kv_scale=scale), out)
+        run(call._replace(kv_scale=scale))
 
     assert run_one(monkeypatch, fault, s_q=4).status == "fail"
 
 
 def test_rows_that_swap_their_weights(monkeypatch):
-    def fault(problem, operands, out, run):
-        run(operands._replace(weights=operands.weights.flip(0)), out)
+    def fault(problem, call, run):
+        run(call._replace(weights=call.weights.flip(0)))
 
     assert run_one(monkeypatch, fault).status == "fail"
 
@@ -338,11 +338,11 @@ def test_rows_that_swap_their_weights(monkeypatch):
 def test_one_bit_that_differs_between_runs(monkeypatch, form):
     calls = itertools.count()
 
-    def fault(problem, operands, out, run):
-        run(operands, out)
+    def fault(problem, call, run):
+        run(call)
         if next(calls) % 10 == 9:
-            at = place_of_fault(problem, operands)
-            out[at] = out[at].nextafter(torch.tensor(math.inf))
+            at = place_of_fault(problem, call)
+            call.result[at] = call.result[at].nextafter(torch.tensor(math.inf))
 
     outcome = run_one(monkeypatch, fault, form)
     assert outcome.repeated
@@ -353,9 +353,9 @@ def test_one_bit_that_differs_between_runs(monkeypatch, form):
 def test_differences_where_anything_may_stand_are_none(monkeypatch):
     calls = itertools.count()
 
-    def fault(problem, operands, out, run):
-        run(operands, out)
-        out[0, -1] = float(next(calls))
+    def fault(problem, call, run):
+        run(call)
+        call.result[0, -1] = float(next(calls))
 
     outcome = run_one(monkeypatch, fault, "noclean")
     assert outcome.repeated
@@ -429,7 +429,7 @@ def test_the_gate_sees_the_form_of_the_case(monkeypatch):
 
 
 def test_a_crash_is_not_swallowed(monkeypatch):
-    def fault(problem, operands, out, run):
+    def fault(problem, call, run):
         raise RuntimeError("launch failed")
 
     with pytest.raises(RuntimeError, match="launch failed"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cdna_sim import Options, SimulationFault, listing
 from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, fp8_mqa_logits, reference_logits
 from lightning_indexer.amd import simulation
 from lightning_indexer.amd.simulated import SimLauncher
@@ -19,7 +20,6 @@ from lightning_indexer.backends.gluon_gfx950.mqa_logits import Launch
 from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall
 from lightning_indexer.selection import registry as dispatch
-from lightning_indexer.sim import Options, SimulationFault, listing
 
 CPU, ARCH = torch.device("cpu"), Arch.parse("gfx950")
 kernels: list[str] = []
@@ -73,8 +73,8 @@ def windows() -> dict[str, Any]:
     def call(options: Options, k: torch.Tensor = k, wide: bool = False) -> torch.Tensor:
         out = torch.full((rows, keys + 21), 5.0)
         with simulation("gfx950", options):
-            operands = MqaLogitsCall(inputs.q_fp8, k, scale, inputs.weights, ks, ke)
-            Launch(problem, ARCH, config, wide=wide)(operands, out[:, :keys])
+            call = MqaLogitsCall(inputs.q_fp8, k, scale, inputs.weights, ks, ke, out=out[:, :keys])
+            Launch(problem, ARCH, config, wide=wide)(call)
         return out
 
     def same(out: torch.Tensor) -> bool:
@@ -115,22 +115,22 @@ def reach() -> dict[str, Any]:
     for of in (inputs.q_fp8, q):
         out = torch.empty(rows, keys)
         with simulation("gfx950"):
-            operands = MqaLogitsCall(of, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
-            Launch(problem, ARCH, heuristic(problem, ARCH))(operands, out)
+            call = MqaLogitsCall(of, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke, out=out)
+            Launch(problem, ARCH, heuristic(problem, ARCH))(call)
         results.append(out.view(torch.int32))
 
     rows, keys, before = 1, 100, 600_000_000
     inputs = make_inputs(rows, keys, 64, 128, CPU)
     ks, ke = torch.tensor([-before], dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
     expected = reference_logits(
-        inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, torch.zeros_like(ks), ke
+        inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, torch.zeros_like(ks), ke
     )  # fmt: skip
     problem = MqaLogitsProblem(rows, keys, 64, 128, clean_logits=False, max_seqlen_k=before + keys)
     out = torch.empty(rows, before + keys)
     out[:, before:] = 7.0
     with simulation("gfx950"):
-        operands = MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
-        Launch(problem, ARCH, heuristic(problem, ARCH))(operands, out)
+        call = MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke, out=out)
+        Launch(problem, ARCH, heuristic(problem, ARCH))(call)
     return {
         "heads": torch.equal(*results),
         "columns": bool((out[:, before:] - expected).abs().max() < 1e-3),
@@ -152,13 +152,14 @@ def faults() -> dict[str, Any]:
     ) -> str:  # fmt: skip
         with simulation("gfx950", options):
             try:
-                launch(MqaLogitsCall(inputs.q_fp8, k, scale, weights, ks, ke), out)
+                launch(MqaLogitsCall(inputs.q_fp8, k, scale, weights, ks, ke, out=out))
             except SimulationFault as found:
                 return str(found)
         return "no fault"
 
     shuffled = Options(order="shuffled", seed=2)
-    built = launch.build(launch.arguments(MqaLogitsCall(inputs.q_fp8, k, scale, weights, ks, ke), out[:, :keys]))
+    call = MqaLogitsCall(inputs.q_fp8, k, scale, weights, ks, ke, out=out[:, :keys])
+    built = launch.build(launch.arguments(call))
     lines = list(listing(built.code_object, built.kernel))
     # The other one is behind the loop.
     barrier = next(index for index, (_, _, text) in enumerate(lines) if text.startswith("s_barrier"))
@@ -182,8 +183,8 @@ def counts() -> dict[str, Any]:
         inputs = make_inputs(rows, keys, heads, head_dim, CPU)
         ks, ke = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32)
         with simulation("gfx950") as launcher:
-            operands = MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
-            launch(MqaLogitsProblem(rows, keys, heads, head_dim))(operands, torch.empty(rows, keys))
+            operands = (inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+            launch(MqaLogitsProblem(rows, keys, heads, head_dim))(MqaLogitsCall(*operands, out=torch.empty(rows, keys)))
         return launcher.reports[0]
 
     found = {}

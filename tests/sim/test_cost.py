@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 from typer.testing import CliRunner
+
+from processes import python
 
 pytest.importorskip("tinygrad")
 pytest.importorskip("ziglang")
@@ -47,11 +45,7 @@ def cost_in_own_process(*arguments: str, published: str = "PUBLISHED") -> str:
         "cli_common.out._width = 250\n"
         "cli.app(['cost', *sys.argv[1:]])\n"
     )
-    command = [sys.executable, "-c", code, *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
+    return python("-c", code, *arguments, timeout=300)
 
 
 def row(text: str, *words: str) -> list[str]:
@@ -112,6 +106,6 @@ def test_a_partial_workgroup_is_not_taken_for_a_whole_one():
     """With rows in reverse the first workgroup is the last, partial one: fewer stores for as many products."""
     problems = [MqaLogitsProblem(1026, 4096, 32, 128), MqaLogitsProblem(1024, 4096, 32, 128)]
     for problem in problems:
-        model = Model(dispatch.get("hip-gfx950"), [problem], GFX950, rates.MI355X)
+        model = Model("hip-gfx950", dispatch.kernel("hip-gfx950"), [problem], GFX950, rates.MI355X)
         [kernel] = model.kernels
         assert kernel.of_tile(problem)["store out"] == pytest.approx(32 * 4)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from semantics import mnemonics
 from test_semantics_coverage import TESTED
 
+from cdna_sim import Options, SimulationFault, listing
 from helpers import CPU, check_guarded, expected_for, expected_logits, int32, same_bits
 from lightning_indexer import Arch, MqaLogitsProblem, fp8_mqa_logits
 from lightning_indexer.amd import simulation
@@ -22,7 +19,8 @@ from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic
 from lightning_indexer.backends.flydsl_cdna.mqa_logits import MAX_KEY_STRIDE, Launch
 from lightning_indexer.check.cases import Inputs, make_inputs, make_windows
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall
-from lightning_indexer.sim import Options, SimulationFault, listing
+from processes import python
+from semantics import mnemonics
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11"),
@@ -54,8 +52,8 @@ def launch(arch: str, rows: int, keys: int, heads: int, head_dim: int, config: F
     return Launch(problem, Arch.parse(arch), config or heuristic(problem, Arch.parse(arch)))
 
 
-def operands(inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor) -> MqaLogitsCall:
-    return MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+def operands(inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor, out: torch.Tensor | None = None) -> MqaLogitsCall:
+    return MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke, out=out)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -69,7 +67,7 @@ def test_windows_of_every_kind(arch, clean):
     run = launch(arch, rows, keys, 32, 128, clean_logits=clean)
     with simulation(arch, Options(order="shuffled", seed=3)):
         check_guarded(
-            lambda out: run(operands(inputs, ks, ke), out), expected_for(inputs, ks, ke), torch.float32, clean=clean
+            lambda out: run(operands(inputs, ks, ke, out)), expected_for(inputs, ks, ke), torch.float32, clean=clean
         )
 
 
@@ -85,13 +83,13 @@ def test_a_nan_key_stays_in_its_column_and_keys_outside_count_for_nothing(arch):
     run = launch(arch, rows, keys, 32, 128)
     with simulation(arch):
         check_guarded(
-            lambda out: run(operands(replace(inputs, k_fp8=k, kv_scale=scale), ks, ke), out),
+            lambda out: run(operands(replace(inputs, k_fp8=k, kv_scale=scale), ks, ke, out)),
             expected_for(inputs, ks, ke), torch.float32, clean=True,
         )  # fmt: skip
         plain, changed = torch.empty(rows, keys), torch.empty(rows, keys)
-        run(operands(inputs, ks, ke), plain)
+        run(operands(inputs, ks, ke, plain))
         k.view(torch.uint8)[20] = NAN[arch]
-        run(operands(replace(inputs, k_fp8=k, kv_scale=scale), ks, ke), changed)
+        run(operands(replace(inputs, k_fp8=k, kv_scale=scale), ks, ke, changed))
     differing = (plain.view(torch.int32) != changed.view(torch.int32)).any(0)
     assert differing.nonzero().flatten().tolist() == [20]
 
@@ -104,7 +102,7 @@ def test_other_blocks(arch, config):
     run = launch(arch, rows, keys, 32, 64, config)
     with simulation(arch, Options(order="reversed")):
         check_guarded(
-            lambda out: run(operands(inputs, ks, ke), out), expected_for(inputs, ks, ke), torch.float32, clean=True
+            lambda out: run(operands(inputs, ks, ke, out)), expected_for(inputs, ks, ke), torch.float32, clean=True
         )
 
 
@@ -116,7 +114,7 @@ def test_compressed_bfloat16(arch):
     run = launch(arch, rows, keys, 64, 64, clean_logits=False, max_seqlen_k=width, out_dtype=torch.bfloat16)
     expected = expected_for(inputs, ks, ke, width)
     with simulation(arch):
-        check_guarded(lambda out: run(operands(inputs, ks, ke), out), expected, torch.bfloat16, clean=False)
+        check_guarded(lambda out: run(operands(inputs, ks, ke, out)), expected, torch.bfloat16, clean=False)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -131,7 +129,7 @@ def test_a_long_loop_gives_the_same_bits_in_any_order_and_has_no_bank_conflicts(
         with simulation(arch, options) as launcher:
             results.append(
                 check_guarded(
-                    lambda out: run(operands(inputs, ks, ke), out), expected_for(inputs, ks, ke), torch.float32,
+                    lambda out: run(operands(inputs, ks, ke, out)), expected_for(inputs, ks, ke), torch.float32,
                     clean=True,
                 ).clone()
             )  # fmt: skip
@@ -146,7 +144,7 @@ def test_a_long_loop_gives_the_same_bits_in_any_order_and_has_no_bank_conflicts(
     del run.built
     with simulation(arch) as launcher:
         plain = torch.empty(rows, keys)
-        run(operands(inputs, ks, ke), plain)
+        run(operands(inputs, ks, ke, plain))
     assert same_bits(plain, results[0])
     # What the swizzle is for: every read of 16 bytes a lane takes twice as long or longer.
     [report] = launcher.reports
@@ -168,7 +166,7 @@ def test_the_barrier_and_the_wait_before_it_are_needed(arch):
             simulation(arch, Options(order="shuffled", drop=frozenset({code[index][0]}))),
             pytest.raises(SimulationFault),
         ):
-            run(operands(inputs, ks, ke), torch.empty(rows, keys))
+            run(operands(inputs, ks, ke, torch.empty(rows, keys)))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -186,9 +184,9 @@ def test_rows_further_apart_than_32_bits(arch):
     weights.copy_(small.weights)
     run = launch(arch, rows, keys, heads, head_dim)
     with simulation(arch):
-        run(MqaLogitsCall(q, k, small.kv_scale, weights, ks, ke), out)
+        run(MqaLogitsCall(q, k, small.kv_scale, weights, ks, ke, out=out))
         plain = torch.empty(rows, keys)
-        run(operands(small, ks, ke), plain)
+        run(operands(small, ks, ke, plain))
     assert same_bits(out, plain)
     expected = expected_logits(small.q_fp8, small.k_fp8, small.kv_scale, small.weights, ks, ke)
     assert torch.equal(plain == float("-inf"), expected == float("-inf"))
@@ -201,8 +199,8 @@ def test_the_stride_of_a_single_key_says_nothing(arch):
     far, near = torch.empty(2, 1), torch.empty(2, 1)
     given = operands(inputs, ks, ke)
     with simulation(arch):
-        launch(arch, 2, 1, 32, 128)(given._replace(k=given.k.as_strided((1, 128), (2**33, 1))), far)
-        launch(arch, 2, 1, 32, 128)(given, near)
+        launch(arch, 2, 1, 32, 128)(given._replace(k=given.k.as_strided((1, 128), (2**33, 1)), out=far))
+        launch(arch, 2, 1, 32, 128)(given._replace(out=near))
     assert same_bits(far, near)
 
 
@@ -222,7 +220,7 @@ def test_nothing_past_an_operand_is_touched(arch):
     }
     for name, (given, view) in cut.items():
         with simulation(arch), pytest.raises(SimulationFault, match=f"past the end of {name}") as raised:
-            run(given, view)
+            run(given._replace(out=view))
         assert f"kernel {run.layout.name}" in str(raised.value)
 
 
@@ -261,15 +259,11 @@ print(json.dumps([report.instructions for report in launcher.reports]))
 
 
 def test_fewer_instructions_than_triton_portable():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
-    done = subprocess.run([sys.executable, "-c", TRITON], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    [triton] = json.loads(done.stdout)
+    [triton] = json.loads(python("-c", TRITON))
     inputs = native_inputs("gfx950", 4, 512, 32, 64)
     whole = operands(inputs, torch.zeros(4, dtype=torch.int32), torch.full((4,), 512, dtype=torch.int32))
     with simulation("gfx950") as launcher:
-        launch("gfx950", 4, 512, 32, 64)(whole, torch.empty(4, 512))
+        launch("gfx950", 4, 512, 32, 64)(whole._replace(out=torch.empty(4, 512)))
     [report] = launcher.reports
     assert report.instructions < 0.6 * triton
 

@@ -6,13 +6,13 @@ In processes of their own: this one's Triton is the interpreter.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from processes import python
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
@@ -20,14 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def run(what: str) -> dict:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(HERE.parents[1] / "src")
-    done = subprocess.run(
-        [sys.executable, str(HERE / "simulate_gluon.py"), what],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[0])
+    return json.loads(python(str(HERE / "simulate_gluon.py"), what).splitlines()[0])
 
 
 def test_many_rows_take_their_config_and_are_right():

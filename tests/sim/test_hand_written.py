@@ -11,8 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
+from cdna_sim import Memory, Options, Simulator  # noqa: E402
 from lightning_indexer.amd.clang import compile_hip  # noqa: E402
-from lightning_indexer.sim import Memory, Options, Simulator  # noqa: E402
 
 # out[n] = sum over h of w[h] * max(0, sum over d of k[n, d] q[h, d]): 32 heads, 128 channels, E8M0 scales for 32 each.
 SOURCE = """

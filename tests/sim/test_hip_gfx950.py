@@ -11,17 +11,18 @@ import torch
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
 
+from cdna_sim import Options, Report  # noqa: E402
 from helpers import CPU, check_guarded, expected_for, same_bits  # noqa: E402
 from lightning_indexer import Arch, MqaLogitsProblem, calc_diff, fp8_mqa_logits  # noqa: E402
 from lightning_indexer.amd import simulation  # noqa: E402
 from lightning_indexer.backends.hip_gfx950.config import Tunables  # noqa: E402
-from lightning_indexer.backends.hip_gfx950.mqa_logits import HipGfx950, launch  # noqa: E402
+from lightning_indexer.backends.hip_gfx950.mqa_logits import MqaLogits  # noqa: E402
 from lightning_indexer.check.cases import Inputs, make_inputs, make_windows  # noqa: E402
 from lightning_indexer.check.simulated import SimulatedCase, run_case, sweep  # noqa: E402
 from lightning_indexer.model.cost import Model  # noqa: E402
 from lightning_indexer.model.rates import MI355X  # noqa: E402
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall  # noqa: E402
-from lightning_indexer.sim import Options, Report  # noqa: E402
+from lightning_indexer.selection import registry  # noqa: E402
 
 GFX950 = Arch.parse("gfx950")
 STREAM, LDS = Tunables(strategy="stream"), Tunables(strategy="lds")
@@ -30,6 +31,12 @@ BOTH = pytest.mark.parametrize("tunables", [STREAM, LDS], ids=["stream", "lds"])
 
 def operands(inputs: Inputs, ks: torch.Tensor, ke: torch.Tensor) -> MqaLogitsCall:
     return MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.weights, ks, ke)
+
+
+def launch(problem: MqaLogitsProblem, call: MqaLogitsCall, tunables: Tunables) -> None:
+    kernel = MqaLogits(tunables)
+    assert (reason := kernel.supports(problem, GFX950)) is None, reason
+    kernel.launch(problem, GFX950, kernel.config(problem, GFX950))(call)
 
 
 def simulate(
@@ -47,7 +54,7 @@ def simulate(
     problem = MqaLogitsProblem(rows, keys, 32, 128, clean_logits=clean)
     with simulation("gfx950", options or Options(order="shuffled", seed=3)) as launcher:
         logits = check_guarded(
-            lambda out: launch(problem, operands(inputs, ks, ke), out, GFX950, tunables),
+            lambda out: launch(problem, operands(inputs, ks, ke)._replace(out=out), tunables),
             expected_for(inputs, ks, ke), torch.float32, clean=clean,
         )  # fmt: skip
     [report] = launcher.reports
@@ -87,7 +94,7 @@ def test_64_heads():
     with simulation("gfx950", Options(order="shuffled", seed=2)):
         for tunables in (STREAM, LDS):
             check_guarded(
-                lambda out, t=tunables: launch(problem, operands(inputs, ks, ke), out, GFX950, t),
+                lambda out, t=tunables: launch(problem, operands(inputs, ks, ke)._replace(out=out), t),
                 expected_for(inputs, ks, ke), torch.float32, clean=True,
             )  # fmt: skip
 
@@ -103,7 +110,7 @@ def test_the_head_sum_on_the_matrix_unit(strategy, heads):
     inputs.weights[5] = float("inf")
     out = torch.empty(rows, keys)
     with simulation("gfx950", Options(order="shuffled", seed=2)):
-        launch(MqaLogitsProblem(rows, keys, heads, 128), operands(inputs, ks, ke), out, GFX950, tunables)
+        launch(MqaLogitsProblem(rows, keys, heads, 128), operands(inputs, ks, ke)._replace(out=out), tunables)
     expected = expected_for(inputs, ks, ke)
     sound = [0, 1, 3, 4, 6]
     inside = expected[sound] != float("-inf")
@@ -233,7 +240,7 @@ def test_keys_outside_the_windows_may_hold_anything(tunables):
     problem = MqaLogitsProblem(rows, keys, 32, 128)
     with simulation("gfx950"):
         check_guarded(
-            lambda out: launch(problem, operands(inputs, ks, ke), out, GFX950, tunables),
+            lambda out: launch(problem, operands(inputs, ks, ke)._replace(out=out), tunables),
             expected, torch.float32, clean=True,
         )  # fmt: skip
 
@@ -249,7 +256,7 @@ def test_nan_codes_stay_in_their_row_and_column(relu):
     out = torch.empty(rows, keys)
     with simulation("gfx950"):
         tunables = Tunables(strategy="stream", relu=relu)
-        launch(MqaLogitsProblem(rows, keys, 32, 128), operands(inputs, ks, ke), out, GFX950, tunables)
+        launch(MqaLogitsProblem(rows, keys, 32, 128), operands(inputs, ks, ke)._replace(out=out), tunables)
     # relu(NaN) is 0: column 50 is +0.0, row 2 lacks a head.
     assert same_bits(out[:, 50], torch.zeros(rows))
     others = [n for n in range(keys) if n != 50]
@@ -268,7 +275,7 @@ def test_no_negative_zero():
     for tunables in (STREAM, LDS, Tunables(strategy="stream", relu="max")):
         out = torch.empty(rows, keys)
         with simulation("gfx950"):
-            launch(MqaLogitsProblem(rows, keys, 32, 128), operands(inputs, ks, ke), out, GFX950, tunables)
+            launch(MqaLogitsProblem(rows, keys, 32, 128), operands(inputs, ks, ke)._replace(out=out), tunables)
         assert same_bits(out, torch.zeros(rows, keys))
 
 
@@ -288,7 +295,7 @@ def test_strided_operands_and_rows_of_the_result_past_two_gib(tunables):
     out = torch.empty(2 * stride + keys).as_strided((rows, keys), (stride, 1))
     with simulation("gfx950"):
         given = MqaLogitsCall(q, k, inputs.kv_scale, weights, ks, ke)
-        launch(MqaLogitsProblem(rows, keys, 32, 128), given, out, GFX950, tunables)
+        launch(MqaLogitsProblem(rows, keys, 32, 128), given._replace(out=out), tunables)
     torch.testing.assert_close(out.clone(), expected, atol=1e-3, rtol=1e-5)
 
 
@@ -308,8 +315,8 @@ def test_strides_out_of_reach_go_through_a_copy(tunables):
         out.fill_(5.0)
         near.fill_(5.0)
         with simulation("gfx950"):
-            launch(problem, given._replace(k=far), out, GFX950, tunables)
-            launch(problem, given, near, GFX950, tunables)
+            launch(problem, given._replace(k=far, out=out), tunables)
+            launch(problem, given._replace(out=near), tunables)
         assert same_bits(out, near)
 
 
@@ -318,20 +325,18 @@ def test_the_stride_of_a_single_row_says_nothing():
     ks, ke = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     k, out = inputs.k_fp8.as_strided((1, 128), (2**33, 1)), torch.empty(1, 1).as_strided((1, 1), (2**33, 1))
     with simulation("gfx950"):
-        launch(MqaLogitsProblem(1, 1, 32, 128), operands(inputs, ks, ke)._replace(k=k), out, GFX950, STREAM)
+        launch(MqaLogitsProblem(1, 1, 32, 128), operands(inputs, ks, ke)._replace(k=k, out=out), STREAM)
     torch.testing.assert_close(out, expected_for(inputs, ks, ke), atol=1e-3, rtol=1e-5)
 
 
 def test_a_problem_that_the_gate_refuses_does_not_run():
-    inputs = make_inputs(2, 8, 32, 128, CPU)
-    given = operands(inputs, *make_windows("causal", 2, 8, CPU))
     for problem, reason in (
         (MqaLogitsProblem(2, 8, 32, 128, out_dtype=torch.bfloat16), "writes float32 logits"),
         (MqaLogitsProblem(2, 8, 32, 128, clean_logits=False, max_seqlen_k=8), "compressed logits are not built"),
         (MqaLogitsProblem(2, 8, 32, 64), "D=64 is not one of 128"),
     ):
-        with pytest.raises(ValueError, match=f"hip-gfx950: .*{reason}"):
-            launch(problem, given, torch.empty(2, 8), GFX950, Tunables())
+        with simulation("gfx950"), pytest.raises(registry.BackendUnavailableError, match=f"hip-gfx950: .*{reason}"):
+            registry.prepare(problem, GFX950, "hip-gfx950")
 
 
 # Its cost
@@ -341,7 +346,7 @@ def test_a_tile_costs_less_through_lds_where_keys_are_few():
     problem = MqaLogitsProblem(8192, 8192, 32, 128)
     found = {}
     for tunables in (STREAM, LDS):
-        model = Model(HipGfx950(tunables), [problem], GFX950, MI355X)
+        model = Model("hip-gfx950", MqaLogits(tunables), [problem], GFX950, MI355X)
         found[tunables.strategy] = model.predict(problem, "causal")
     stream, lds = found["stream"], found["lds"]
     assert lds.kernel.built.resources.vgpr_spills == lds.kernel.built.resources.scratch == 0

@@ -7,21 +7,19 @@ bits.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from cdna_sim import Options, SimulationFault
 from lightning_indexer.amd import launcher_for, simulation
 from lightning_indexer.amd.clang import compile_hip
-from lightning_indexer.sim import Options, SimulationFault
+from processes import python
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 # In a process of its own: this one's Triton is the interpreter.
 LEAVE_OUT = """
@@ -33,7 +31,7 @@ from lightning_indexer.backends.triton_portable.config import heuristic
 from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.amd import simulation
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall
-from lightning_indexer.sim import Options, SimulationFault, listing
+from cdna_sim import Options, SimulationFault, listing
 
 arch, heads = Arch.parse(sys.argv[1]), int(sys.argv[2])
 rows, keys, head_dim = 2, 300, 128
@@ -47,12 +45,12 @@ operands = MqaLogitsCall(inputs.q_fp8, inputs.k_fp8, inputs.kv_scale, inputs.wei
 def run(drop=frozenset(), order="forward", seed=0):
     out = torch.full((rows, 320), float("nan"))[:, :keys]
     with simulation(arch.name, Options(drop=drop, order=order, seed=seed)) as simulator:
-        launch(operands, out)
+        launch(operands._replace(out=out))
     return out, simulator.reports[-1]
 
 
 good, report = run()
-built = launch.build(launch.arguments(operands, torch.empty(rows, 320)[:, :keys]))
+built = launch.build(launch.arguments(operands._replace(out=torch.empty(rows, 320)[:, :keys])))
 found = []
 for pc, _, text in listing(built.code_object, built.kernel):
     if not text.startswith(("s_waitcnt", "s_barrier")):
@@ -73,12 +71,7 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize(("arch", "heads"), [("gfx950", 32)])
 def test_each_wait_and_each_barrier_left_out(arch, heads):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(SOURCE)
-    command = [sys.executable, "-c", LEAVE_OUT, arch, str(heads)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    entries = [entry for entry in json.loads(done.stdout) if entry["executed"]]
+    entries = [entry for entry in json.loads(python("-c", LEAVE_OUT, arch, str(heads))) if entry["executed"]]
     for kind in ("s_waitcnt", "s_barrier"):
         mine = [entry for entry in entries if entry["text"].startswith(kind)]
         missed = [f"{entry['pc']:#x} {entry['text']}" for entry in mine if not entry["caught"]]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import test_mfma
 import test_semantics_atomics
 import test_semantics_compare
@@ -19,6 +20,7 @@ import test_semantics_memory
 import test_semantics_salu
 import test_semantics_valu_float
 import test_semantics_valu_int
+from helpers import SOURCES
 from semantics import ARCHS, mnemonics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +60,7 @@ TESTED = set().union(
 def compiled(tmp_path_factory) -> dict[str, list[str]]:
     """The assembly of each kernel; both archs are compiled at once, each in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    environment |= {"PYTHONPATH": SOURCES, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     running = {}
     for arch in ARCHS:
         problems = json.dumps([[1024, 8192, heads, head_dim, facts] for heads, head_dim, facts in KERNELS[arch]])

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cdna_sim import Options, SimulationFault
 from lightning_indexer.amd import launcher_for, simulation
 from lightning_indexer.amd.built import Built
 from lightning_indexer.amd.clang import compile_hip
-from lightning_indexer.sim import Options, SimulationFault
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 

@@ -6,26 +6,20 @@ In processes of their own: this one's Triton is the interpreter.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from processes import python
+
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 ARCHS = ("gfx942", "gfx950")
 
 
 def run(*arguments: str, **variables: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(SOURCE), **variables}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return python(*arguments, **variables)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -51,7 +45,7 @@ from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.amd import simulation
 from lightning_indexer.amd import simulated as simulator
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall
-from lightning_indexer.sim import Options, SimulationFault
+from cdna_sim import Options, SimulationFault
 
 rows, keys, heads, head_dim = 3, 300, 32, 64
 inputs = make_inputs(rows, keys, heads, head_dim, torch.device("cpu"))
@@ -103,7 +97,7 @@ faults = {
 for name, (k, scale, weights, out) in faults.items():
     with simulation("gfx950", Options(order="shuffled", seed=2)):
         try:
-            launch(MqaLogitsCall(inputs.q_fp8, k, scale, weights, ks, ke), out)
+            launch(MqaLogitsCall(inputs.q_fp8, k, scale, weights, ks, ke, out=out))
             found[name] = "no fault"
         except SimulationFault as fault:
             found[name] = str(fault)

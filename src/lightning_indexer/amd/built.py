@@ -6,12 +6,14 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_indexer import artifacts, envs
+from lightning_indexer.amd import cdna
 from lightning_indexer.artifacts import CompileError
-from lightning_indexer.toolchain.code_object import CodeObject, KernelInfo, Resources
-from lightning_indexer.toolchain.occupancy import waves_per_simd
+
+if TYPE_CHECKING:
+    from cdna_sim import CodeObject, KernelInfo, Resources
 
 __all__ = ["Built", "CompileError", "Source", "get_or_build"]
 
@@ -49,6 +51,8 @@ class Built:
     @property
     def resources(self) -> Resources:
         """As in ``info``, with the dynamic LDS in ``lds`` and in ``waves_per_simd``."""
+        from cdna_sim import waves_per_simd
+
         info = self.info
         lds = info.resources.lds + self.dynamic_lds
         waves = -(-info.max_workgroup // info.wavefront)
@@ -66,7 +70,7 @@ class Built:
         line, elf = data.split(b"\n", 1)
         facts = json.loads(line)
         facts["argument_names"] = tuple(facts["argument_names"])
-        return Built(CodeObject(elf), **facts)
+        return Built(cdna.code_object(elf), **facts)
 
 
 def get_or_build(key: tuple[str | bytes, ...], build: Callable[[], Built]) -> Built:

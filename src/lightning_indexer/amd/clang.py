@@ -16,12 +16,16 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_indexer import artifacts, envs, packages
+from lightning_indexer.amd import cdna
 from lightning_indexer.amd.built import Built, get_or_build
 from lightning_indexer.amd.repair import VERSION, repair
 from lightning_indexer.artifacts import CompileError
-from lightning_indexer.toolchain.code_object import CodeObject
+
+if TYPE_CHECKING:
+    from cdna_sim import CodeObject
 
 # One input for both compilers, so neither ROCm's headers nor its device library; -fno-discard-value-names keeps the
 # names of kernel arguments in the metadata. Code object V5: clang 22 writes V6 of its own accord (ABI version 4 in the
@@ -42,7 +46,7 @@ class Tools:
 def missing() -> str | None:
     """None, or what to install, with the command. Runs no compiler."""
     if packages.installed("ziglang") or any(_rocm_tools()):
-        return None
+        return cdna.missing()
     return _MISSING
 
 
@@ -53,11 +57,11 @@ def tools() -> Tools:
     """The compiler used here.
 
     Raises:
-        CompileError: there is none; the message says how to install it.
+        CompileError: there is none, or nothing that reads what it makes; the message says how to install it.
     """
-    found = _tools()
-    if found is None:
-        raise CompileError(_MISSING)
+    found, reason = _tools(), cdna.missing()
+    if found is None or reason is not None:
+        raise CompileError(_MISSING if found is None else reason)
     return found
 
 
@@ -100,7 +104,7 @@ def _compile(source: packages.Source, arch: str, macros: Mapping[str, str | int]
         command += [f"-D{name}={value}" for name, value in macros.items()]
         _run([*command, "-I", str(file.parent), "-S", str(file), "-o", str(text)], what)
         isa = repair(text.read_text(), arch)
-    code_object = CodeObject(_assemble(isa, arch))
+    code_object = cdna.code_object(_assemble(isa, arch))
     info = code_object.kernel()
     names = tuple(
         argument.name.removesuffix(".coerce") for argument in info.arguments if not argument.kind.startswith("hidden_")
@@ -119,7 +123,7 @@ def assemble(asm_text: str, arch: str) -> CodeObject:
         CompileError: with the assembler's message.
     """
     key = ("assemble", asm_text, arch, version())
-    return artifacts.get_or_decode(key, ".hsaco", lambda: _assemble(asm_text, arch), CodeObject)
+    return artifacts.get_or_decode(key, ".hsaco", lambda: _assemble(asm_text, arch), cdna.code_object)
 
 
 def _assemble(asm_text: str, arch: str) -> bytes:

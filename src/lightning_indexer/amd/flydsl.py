@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_indexer import envs, packages
+from lightning_indexer.amd import cdna
 from lightning_indexer.amd import clang as amdgpu_clang
 from lightning_indexer.amd.built import Built, get_or_build
 from lightning_indexer.amd.repair import VERSION, repair
 from lightning_indexer.artifacts import CompileError
-from lightning_indexer.toolchain.code_object import CodeObject
 
 
 def missing() -> str | None:
@@ -76,7 +76,7 @@ def compile_flydsl(
             pass  # another thread was interrupted, and its process ended with it
         elf, printed = answer
         isa = repair(printed, arch)
-        code_object = CodeObject(elf) if isa is printed else amdgpu_clang.assemble(_without_target(isa), arch)
+        code_object = cdna.code_object(elf) if isa is printed else amdgpu_clang.assemble(_without_target(isa), arch)
         return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler, argument_names)
 
     return get_or_build(key, build)

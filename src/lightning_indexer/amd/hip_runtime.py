@@ -10,14 +10,16 @@ import functools
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_indexer.amd.arguments import Value, pack_arguments
 from lightning_indexer.amd.built import Built
 from lightning_indexer.amd.launcher import Grid, three
-from lightning_indexer.toolchain.code_object import CodeObject
+
+if TYPE_CHECKING:
+    from cdna_sim import CodeObject
 
 
 class HipError(RuntimeError):

@@ -6,7 +6,8 @@ exactly 19 wait states behind the product gets no ``s_nop``. Nor does LLVM look 
 that only what follows those products is mended here, and what follows shorter ones the simulator refuses.
 The compilers that this library runs are older, so what they print for gfx950 passes through here.
 
-The simulator checks machine code against the whole list of such rules, independently of this: ``sim/waitstates.py``.
+The simulator checks machine code against the whole list of such rules, independently of this:
+``cdna_sim/exec/wait_states.py``.
 """
 
 from __future__ import annotations

@@ -4,46 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_indexer import sim
-from lightning_indexer.amd.arguments import Value, explicit_arguments, hidden_arguments, pack_arguments
+from lightning_indexer.amd import cdna
+from lightning_indexer.amd.arguments import Value
 from lightning_indexer.amd.built import Built
-from lightning_indexer.amd.launcher import Grid, three
-from lightning_indexer.arch import assume
-from lightning_indexer.toolchain.code_object import CodeObject
+from lightning_indexer.amd.launcher import Grid
+from lightning_indexer.arch import Arch, assume
 
 if TYPE_CHECKING:
     import numpy
     from numpy.typing import NDArray
 
+    from cdna_sim import CodeObject, Options, Report, Simulator
 
-ARCHS = ("gfx942", "gfx950")
+
+ARCHS = tuple(arch.name for arch in Arch.known() if arch.simulated)
+_REPORTS = 256
 
 
 class SimLauncher:
-    """Simulates every launch; a memory fault raises ``sim.SimulationFault``.
+    """Simulates every launch; a memory fault raises ``cdna_sim.SimulationFault``.
 
     Kernels may touch, of each tensor argument, the bytes from its first to its last element, and nothing else. They
     see each tensor at an address of its own, 64 GiB from the next, so that no offset leads from one into another.
 
     Attributes:
         options: how the simulator runs.
-        reports: what it counted, a launch each.
+        reports: what it counted, a launch each; of the last 256.
     """
 
-    def __init__(self, options: sim.Options | None = None) -> None:
+    def __init__(self, options: Options | None = None) -> None:
         """Raises ModuleNotFoundError where the simulator's packages are missing; it says what to install."""
-        if (reason := sim.missing()) is not None:
+        if (reason := cdna.simulator_missing()) is not None:
             raise ModuleNotFoundError(reason)
-        self.options = options or sim.Options()
-        self.reports: list[sim.Report] = []
+        from cdna_sim import Options
+
+        self.options = options or Options()
+        self.reports: deque[Report] = deque(maxlen=_REPORTS)
         # Decoding a kernel takes longer than a small launch of it.
-        self._simulators: dict[tuple[CodeObject, str], sim.Simulator] = {}
+        self._simulators: dict[tuple[CodeObject, str], Simulator] = {}
 
     def launch(
         self,
@@ -56,31 +61,27 @@ class SimLauncher:
         outputs: Collection[str] | None = None,
     ) -> None:
         """As ``Launcher.launch``; returns when the kernel has ended."""
+        from cdna_sim import Simulator, explicit_arguments
+
         if built.code_object.arch not in ARCHS:
             raise ValueError(f"got a kernel for {built.code_object.arch}; the simulator runs {' and '.join(ARCHS)}")
-        info, memory = built.info, sim.Memory()
-        given: list[Value] = []
-        for index, value in enumerate(arguments):
-            if isinstance(value, torch.Tensor):
-                name = _name(built, index)
-                # The low bits are the tensor's own: kernels are compiled for their alignment.
-                address = (index + 1 << _SPACING) + value.data_ptr() % _PAGE
-                writable = outputs is None or name in outputs
-                given.append(memory.register(name, _bytes_of(name, value), address=address, writable=writable))
-            else:
-                given.append(value)
-        packed = pack_arguments(info, given)
         key = (built.code_object, built.kernel)
         if key not in self._simulators:
-            self._simulators[key] = sim.Simulator(built.code_object, built.kernel, self.options)
-        sizes = three(block)
-        segment = hidden_arguments(info, packed, grid, sizes, built.dynamic_lds)
-        report = self._simulators[key].launch(grid, sizes, segment, memory, built.dynamic_lds)
+            self._simulators[key] = Simulator(built.code_object, built.kernel, self.options)
+        names = built.argument_names or tuple(argument.name for argument in explicit_arguments(built.info))
+        names += ("",) * (len(arguments) - len(names))
+        given = [
+            _bytes_of(names[index] or f"argument {index}", value) if isinstance(value, torch.Tensor) else value
+            for index, value in enumerate(arguments)
+        ]
+        report = self._simulators[key].run(
+            grid, block, given, dynamic_lds=built.dynamic_lds, outputs=outputs, names=names
+        )
         self.reports.append(report)
 
 
 @contextlib.contextmanager
-def simulation(arch: str, options: sim.Options | None = None) -> Iterator[SimLauncher]:
+def simulation(arch: str, options: Options | None = None) -> Iterator[SimLauncher]:
     """Inside, calls whose tensors are on the CPU run as on ``arch``, their kernels in the simulator.
 
     Args:
@@ -117,14 +118,6 @@ def default() -> SimLauncher:
 
 
 _CURRENT: ContextVar[SimLauncher | None] = ContextVar("simulation", default=None)
-
-
-_SPACING, _PAGE = 36, 2**16
-
-
-def _name(built: Built, index: int) -> str:
-    names = built.argument_names or tuple(argument.name for argument in explicit_arguments(built.info))
-    return (names[index] if index < len(names) else "") or f"argument {index}"
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> NDArray[numpy.uint8]:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_indexer import packages
+from lightning_indexer.amd import cdna
 from lightning_indexer.amd.built import Built, get_or_build
 from lightning_indexer.amd.repair import VERSION, repair
 from lightning_indexer.artifacts import CompileError
-from lightning_indexer.toolchain.code_object import CodeObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def compile_triton(
         names = tuple(name for name, kind in signature.items() if kind != "constexpr")
         # The descriptor says 0 LDS; Triton's launcher asks for the real size.
         return Built(
-            CodeObject(kernel.asm["hsaco"]), metadata.name, kernel.asm["amdgcn"], metadata.shared,
+            cdna.code_object(kernel.asm["hsaco"]), metadata.name, kernel.asm["amdgcn"], metadata.shared,
             "gluon" if gluon else "triton", compiler, names,
         )  # fmt: skip
 
@@ -178,7 +178,7 @@ def _target(arch: str) -> Any:
 
 
 def _refuse_interpreted(jit_fn: Any) -> None:
-    if (reason := missing()) is not None:
+    if (reason := missing() or cdna.missing()) is not None:
         raise CompileError(reason)
     from triton.language import standard
 

@@ -35,21 +35,9 @@ def keep(facts: object, plan: Any) -> None:
     PLANS[facts] = plan
 
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
 _transforms = torch._C._functorch.get_dynamic_layer_stack_depth
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-
-
-def in_transform() -> bool:
-    """True inside functorch's transforms, ``torch.jit.trace`` and forward-mode differentiation: see :func:`refuse`."""
-    return _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0
-
-
-def is_seen() -> bool:
-    """True where PyTorch has to see a call: ``torch.compile``'s trace, dispatch modes, and transforms of functions."""
-    return torch.compiler.is_compiling() or _dispatch_modes() > 0 or _functorch() is not None
 
 
 def needs_operator(tensors: Sequence[object]) -> bool:
@@ -64,7 +52,7 @@ def refuse(operation: str, tensors: Sequence[object]) -> None:
         NotImplementedError: an operand that a function transform has wrapped, one with a tangent, or a call inside
             ``torch.jit.trace``.
     """
-    if _tracing() is not None:
+    if torch._C._get_tracing_state() is not None:
         raise NotImplementedError(
             f"{operation}: torch.jit.trace records PyTorch's own operations alone; torch.compile and torch.export have "
             "this one"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from lightning_indexer import envs, fp8
 from lightning_indexer.arch import Arch, arch_of, assumed
@@ -74,16 +75,18 @@ def fp8_mqa_logits(
     except (TypeError, ValueError):
         raise TypeError(f"kv: got {type(kv).__name__}, expected the pair (k, kv_scale)") from None
     ks, ke = cu_seqlen_ks, cu_seqlen_ke
-    call = _record((q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend))
     plain = type(q) is type(k) is type(kv_scale) is type(weights) is type(ks) is type(ke) is torch.Tensor
     plain = plain and (out is None or type(out) is torch.Tensor)
-    if common.is_seen() or ((not plain or q.is_meta) and common.needs_operator((*call[:6], out))):
-        return _through_operator(call)
-    return _run(call)
-
-
-# What calling the class does, in a third of the time: each call makes two.
-_record: Callable[[Iterable[Any]], MqaLogitsCall] = functools.partial(tuple.__new__, MqaLogitsCall)
+    if (
+        torch.compiler.is_compiling()
+        or _dispatch_modes()
+        or _functorch() is not None
+        or ((not plain or q.is_meta) and common.needs_operator((q, k, kv_scale, weights, ks, ke, out)))
+    ):
+        return _through_operator(
+            MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
+        )
+    return _run(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
 
 
 class _Plan(NamedTuple):
@@ -100,49 +103,75 @@ class _Plan(NamedTuple):
     convert_to: Arch | None
 
 
-def _run(call: MqaLogitsCall) -> torch.Tensor:
+def _run(
+    q: Any, k: Any, kv_scale: Any, weights: Any, ks: Any, ke: Any,
+    clean_logits: Any, max_seqlen_k: Any, out_dtype: Any, out: Any, backend: Any,
+) -> torch.Tensor:  # fmt: skip
     # All that validation, selection and a kernel's preparation read. Calls that agree in it, as the layers of a model
     # do, plan once.
-    q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend = call
     try:
         facts = (
-            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-            kv_scale.shape, kv_scale.is_contiguous(), kv_scale.dtype, kv_scale.device, kv_scale.is_neg(),
-            weights.shape, weights.stride(), weights.dtype, weights.device, weights.is_neg(),
-            ks.shape, ks.is_contiguous(), ks.dtype, ks.device, ke.shape, ke.is_contiguous(), ke.dtype, ke.device,
+            q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype,
+            kv_scale.shape, kv_scale.is_contiguous(), kv_scale.dtype, kv_scale.is_neg(),
+            weights.shape, weights.stride(), weights.dtype, weights.is_neg(),
+            ks.shape, ks.is_contiguous(), ks.dtype, ke.shape, ke.is_contiguous(), ke.dtype,
+            # PyTorch has one kind of accelerator, whose devices are told apart by their index; it is -1 elsewhere.
+            q.get_device(), k.get_device(), kv_scale.get_device(), weights.get_device(),
+            ks.get_device(), ke.get_device(),
+            None if q.is_cuda else (q.device, k.device, kv_scale.device, weights.device, ks.device, ke.device),
             None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            type(clean_logits), clean_logits, type(max_seqlen_k), max_seqlen_k, out_dtype, backend,
+            clean_logits.__class__, clean_logits, max_seqlen_k.__class__, max_seqlen_k, out_dtype, backend,
             (q.data_ptr() | k.data_ptr()) & 15, envs.selection(), assumed(),
         )  # fmt: skip
-        plan = common.PLANS.get(facts)
-        if weights.requires_grad or kv_scale.requires_grad or q.requires_grad or k.requires_grad:
-            _note_gradients()
+        plan = _PLANS.get(facts)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
         plan = facts = None
-    if common.in_transform():
-        common.refuse(OPERATION, (*call[:6], call.out))
-    if plan is None:
-        plan, settled = _plan(call)
-        if facts is not None and settled:
-            common.keep(facts, plan)
+    # Inside torch.jit.trace and forward-mode differentiation operands are looked at first.
+    if plan is None or _tracing() is not None or forward_ad._current_level >= 0:
+        call = MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
+        return _first(call, facts)
+    if torch.is_grad_enabled() and (weights.requires_grad or kv_scale.requires_grad or q.requires_grad):
+        common.warn_of_gradients(OPERATION)
     if out is None:
         out = torch.empty_strided(plan.size, plan.stride, dtype=out_dtype, device=q.device)
-        call = _record((q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend))
-    if not plan.plain:
-        call = validate(call)
-        if plan.convert_to is not None:
-            call = _to_native_dialect(call, plan.convert_to)
-    plan.run(call)
-    return out
+    call = _record((q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend))
+    plan.run(call if plan.plain else _converted(call, plan))
+    return out  # type: ignore[no-any-return]
+
+
+def _first(call: MqaLogitsCall, facts: object) -> torch.Tensor:
+    """The first call with these facts: checks, selects, and keeps what it came to."""
+    common.refuse(OPERATION, (*call[:6], call.out))
+    plan, settled = _plan(call)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call[:6]):
+        common.warn_of_gradients(OPERATION)
+    if call.out is None:
+        out = torch.empty_strided(plan.size, plan.stride, dtype=call.out_dtype, device=call.q.device)
+        call = call._replace(out=out)
+    if plan.plain and (bind := getattr(plan.run, "bind", None)) is not None:
+        plan = plan._replace(run=bind(call))
+    if facts is not None and settled:
+        common.keep(facts, plan)
+    plan.run(call if plan.plain else _converted(call, plan))
+    return call.result
+
+
+def _converted(call: MqaLogitsCall, plan: _Plan) -> MqaLogitsCall:
+    call = validate(call)
+    return call if plan.convert_to is None else _to_native_dialect(call, plan.convert_to)
+
+
+_PLANS = common.PLANS
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+
+# What calling the class does, in a third of the time.
+_record: Callable[[Iterable[Any]], MqaLogitsCall] = functools.partial(tuple.__new__, MqaLogitsCall)
 
 
 def _nothing(call: MqaLogitsCall) -> None:
     """What there is to compute without rows or without keys."""
-
-
-def _note_gradients() -> None:
-    if torch.is_grad_enabled():
-        common.warn_of_gradients(OPERATION)
 
 
 def _plan(call: MqaLogitsCall) -> tuple[_Plan, bool]:
@@ -190,11 +219,8 @@ def _operator(
 ) -> torch.Tensor:
     # Contiguous: with a padded stride, whether a result is contiguous would depend on N, and a graph on that.
     out = q.new_empty((q.shape[0], max_seqlen_k or k.shape[0]), dtype=out_dtype)
-    return _run(
-        MqaLogitsCall(
-            q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, max_seqlen_k, out_dtype, out, backend
-        )
-    )
+    ks, ke = cu_seqlen_ks, cu_seqlen_ke
+    return _run(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
 
 
 @torch.library.custom_op("lightning_indexer::fp8_mqa_logits_out", mutates_args=("out",))
@@ -211,7 +237,7 @@ def _operator_out(
     backend: str | None,
 ) -> None:
     ks, ke = cu_seqlen_ks, cu_seqlen_ke
-    _run(MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out.dtype, out, backend))
+    _run(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out.dtype, out, backend)
 
 
 @_operator.register_fake
@@ -228,8 +254,9 @@ def _(*arguments: Any) -> None:
 
 def _through_operator(call: MqaLogitsCall) -> torch.Tensor:
     common.refuse(OPERATION, (*call[:6], call.out))
-    if not torch.compiler.is_compiling() and any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
-        _note_gradients()
+    warns = not torch.compiler.is_compiling() and torch.is_grad_enabled()
+    if warns and any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
+        common.warn_of_gradients(OPERATION)
     if sharded.is_distributed((*call[:6], call.out)):
         return _on_every_rank(call)
     with torch.no_grad():

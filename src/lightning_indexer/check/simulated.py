@@ -39,7 +39,6 @@ from lightning_indexer.check.guarded import GuardedOutput
 from lightning_indexer.check.verify import call, compressed_width, judge, oracles, with_signed_scales
 from lightning_indexer.fp8 import E4M3FNUZ_MAX, quantize_k
 from lightning_indexer.selection import registry
-from lightning_indexer.sim import Options, SimulationFault
 
 # Few rows; an odd number of keys, and one that makes whole tiles.
 SHAPES = ((5, 301), (8, 512))
@@ -176,6 +175,8 @@ def run_batch(cases: Sequence[SimulatedCase]) -> list[SimulatedOutcome]:
 
 def run_case(case: SimulatedCase) -> SimulatedOutcome:
     """Simulates one case and checks its result. A fault of the simulator is a failed case, any other error an error."""
+    from cdna_sim import Options, SimulationFault
+
     started = time.perf_counter()
     facts = case.case
     inputs = make_simulated_inputs(case)

@@ -15,7 +15,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from lightning_indexer import sim
+from lightning_indexer.amd import cdna
 from lightning_indexer.amd.built import CompileError
 from lightning_indexer.amd.simulated import ARCHS
 from lightning_indexer.arch import Arch
@@ -47,7 +47,7 @@ def verify(
 
     arch = _amd_arch(arch_name)
     backends = list(_amd_kernels(names, arch))
-    for reason in (sim.missing(), *(dispatch.get(name).missing() for name in backends)):
+    for reason in (cdna.simulator_missing(), *(dispatch.get(name).missing() for name in backends)):
         if reason is not None:
             raise typer.BadParameter(reason, param_hint="--arch")
     for name in windows or []:
@@ -140,9 +140,11 @@ def disasm(
     if not addresses:
         typer.echo(built.isa)
         return
-    if (reason := sim.missing()) is not None:
+    if (reason := cdna.simulator_missing()) is not None:
         raise typer.BadParameter(reason, param_hint="--addresses")
-    for pc, code, text in sim.listing(built.code_object, built.kernel):
+    from cdna_sim import listing
+
+    for pc, code, text in listing(built.code_object, built.kernel):
         typer.echo(f"{pc:#08x}  {code.hex():32}  {text}")
 
 
@@ -166,7 +168,7 @@ def cost(
     from lightning_indexer.model.rates import DEVICES
 
     target = Arch.parse(common.one_of("--arch", arch, tuple(DEVICES)))
-    if (reason := sim.missing()) is not None:
+    if (reason := cdna.simulator_missing()) is not None:
         raise typer.BadParameter(reason, param_hint="--arch")
     envs.stop_triton_interpreter()
     kernels = _amd_kernels(backend, target)
@@ -188,7 +190,7 @@ def cost(
                 refused.update(dict.fromkeys(f"{name}: {reason}" for reason in reasons.values()))
                 continue
             with _compile_errors():
-                predictions = model.Model(one, list(dict.fromkeys(able.values())), target, published.rates)
+                predictions = model.Model(name, one, list(dict.fromkeys(able.values())), target, published.rates)
             for launch, problem in able.items():
                 found[launch][name] = predictions.predict(problem, launch[2])
             for kernel in predictions.kernels:

@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,9 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.check.cases import REQUESTS, WINDOWS, make_windows, positions_in_windows
 from lightning_indexer.model.rates import Rates, is_fp8, is_packed_f32, matrix_flop_and_cycles
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem, row_stride
-from lightning_indexer.sim import Options, Report
+
+if TYPE_CHECKING:
+    from cdna_sim import Report
 
 # What instructions and bytes are counted under; kinds are the simulator's.
 Amounts = dict[str, float]
@@ -99,19 +101,21 @@ class Prediction:
 class Model:
     """Predicts the launches of one backend over some problems on one device. Each kernel is simulated once."""
 
-    def __init__(self, backend: Any, problems: Sequence[MqaLogitsProblem], arch: Arch, rates: Rates) -> None:
+    def __init__(
+        self, backend: str, kernel: Any, problems: Sequence[MqaLogitsProblem], arch: Arch, rates: Rates
+    ) -> None:
         self.arch, self.rates = arch, rates
-        launches = {problem: _Launch(backend, problem, arch) for problem in problems}
+        launches = {problem: _Launch(kernel, problem, arch) for problem in problems}
         self._groups = {problem: math.prod(launch.grid) for problem, launch in launches.items()}
         self._kernels: dict[MqaLogitsProblem, Kernel] = {}
         by_code: dict[bytes, list[MqaLogitsProblem]] = {}
-        built = {problem: backend.build(problem, arch) for problem in problems}
+        built = {problem: kernel.build(problem, arch) for problem in problems}
         for problem in problems:
             by_code.setdefault(built[problem].code_object.elf, []).append(problem)
         for same in by_code.values():
             # Where a workgroup writes most, what it does once shows least in what it does for each byte.
             best = max(same, key=lambda problem: problem.rows * problem.keys / self._groups[problem])
-            kernel = _take_apart(backend.name, built[best], launches[best])
+            kernel = _take_apart(backend, built[best], launches[best])
             self._kernels |= dict.fromkeys(same, kernel)
 
     @property
@@ -154,9 +158,9 @@ class Model:
 class _Launch:
     """The launch of a problem, of which some workgroups are simulated."""
 
-    def __init__(self, backend: Any, problem: MqaLogitsProblem, arch: Arch) -> None:
+    def __init__(self, kernel: Any, problem: MqaLogitsProblem, arch: Arch) -> None:
         self.arch, self.problem = arch, problem
-        self.run = backend.launch(problem, arch, backend.config(problem, arch))
+        self.run = kernel.launch(problem, arch, kernel.config(problem, arch))
         dtype = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
         rows, keys, heads, dim = problem.rows, problem.keys, problem.heads, problem.head_dim
         # Values play no part in what is executed.
@@ -168,6 +172,8 @@ class _Launch:
 
     def simulate(self, workgroups: list[tuple[int, int, int]], length: int) -> Report:
         """Runs these workgroups with every row's window at [0, length)."""
+        from cdna_sim import Options
+
         ks = torch.zeros(self.problem.rows, dtype=torch.int32)
         options = Options(deferred=False, strict=False, workgroups=frozenset(workgroups))
         with simulation(self.arch.name, options) as launcher:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from lightning_indexer.amd.built import Built
 
 # Computes what its call asks for into the call's result, on the current stream. Never validates, never allocates the
-# result. Serves every call of its problem, whatever the strides, storage and alignment of the operands.
+# result. Serves every call of its problem, whatever the strides, storage and alignment of the operands. It may have a
+# method ``bind(call)`` that gives a quicker one for calls that agree with this one in devices, shapes and strides.
 Run = Callable[[Any], None]
 
 

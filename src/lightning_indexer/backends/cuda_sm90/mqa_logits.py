@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +11,7 @@ import torch
 from lightning_indexer import packages
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90.config import (
-    PAIRS,
-    THREADS,
-    TILE_KEYS,
+    MAX_ENTER_COST,
     KernelConfig,
     heuristic,
     neighbours,
@@ -28,6 +24,11 @@ SOURCE = packages.beside(__name__, "mqa_logits.cuh")
 NVRTC_ARCH = "sm_90a"
 HEADS = (8, 16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
+MAX_ROWS = 2**30
+# The fill warps round their shares of a row up: the last ones end past N by up to 2048 columns a share, of which there
+# are at most four a fill warp.
+MAX_KEYS = 2**31 - 2**22
+MAX_TILES = 2**31 - 1
 
 
 class MqaLogits:
@@ -41,6 +42,18 @@ class MqaLogits:
             return reason
         if not problem.aligned:
             return "rows of q and k must start on 16-byte boundaries for TMA"
+        if problem.rows > MAX_ROWS:
+            return f"M={problem.rows} is beyond {MAX_ROWS}: row numbers of the schedule are int32"
+        if problem.keys > MAX_KEYS:
+            return f"N={problem.keys} is beyond {MAX_KEYS}: the end of the last share of a row has to be an int32"
+        config = heuristic(problem, arch)
+        # Windows of a row block may lie anywhere: the most that they can touch.
+        tiles = -(-problem.rows // config.rows) * (-(-problem.keys // config.tile_keys) + 1 + MAX_ENTER_COST)
+        if problem.compressed and tiles > MAX_TILES:
+            return (
+                f"M={problem.rows} compressed rows of N={problem.keys} keys may touch {tiles} tiles, beyond "
+                f"{MAX_TILES}: the schedule counts them in int32"
+            )
         return None
 
     def launch(self, problem: MqaLogitsProblem, arch: Arch, config: KernelConfig) -> Launch:
@@ -58,72 +71,91 @@ class Launch:
     def __init__(self, problem: MqaLogitsProblem, config: KernelConfig) -> None:
         self.config = config
         self.rows, self.keys, self.width = problem.rows, problem.keys, problem.width
-        self.kernels: dict[int, Callable[..., int]] = {}  # by device
-        # Tensor maps by addresses and strides: engines reuse their buffers.
-        self.maps: dict[tuple[Any, ...], tuple[Any, int, Any, int]] = {}
-        # Room for one launch's arguments each; a thread takes one, or makes it.
-        self.rooms: list[_Room] = []
+        self.bound: dict[_Layout, _Bound] = {}
+
+    def __call__(self, call: MqaLogitsCall) -> None:
+        self.bind(call)(call)
+
+    def bind(self, call: MqaLogitsCall) -> _Bound:
+        """What runs this call, and every other one whose device and strides are the same."""
+        device = call.q.get_device()
+        layout = (device, call.q.stride(), call.k.stride(0), call.weights.stride(0), call.result.stride(0))
+        if (bound := self.bound.get(layout)) is None:
+            if len(self.bound) >= MAX_KEPT:
+                self.bound.clear()
+            bound = self.bound[layout] = _Bound(self, layout)
+        return bound
+
+
+# Device; strides of q; row strides of k, weights and out.
+_Layout = tuple[int, tuple[int, ...], int, int, int]
+MAX_KEPT = 1024
+# The stream, pointers to the two tensor maps and to the arguments, then struct Arguments of shared.cuh: its pointers,
+# which each call packs, and what stays.
+_POINTERS = struct.Struct(f"<{driver.Slot.HEAD} 3Q 6Q")
+_CONSTANTS = struct.Struct("<3q4i")
+_ARGUMENTS = driver.Slot.POINTERS + struct.calcsize("<3Q")
+_START = driver.Slot.START
+
+
+class _Bound:
+    """The launch of a problem whose operands lie in one layout: what varies is where they are."""
+
+    def __init__(self, launch: Launch, layout: _Layout) -> None:
+        self.launch, self.layout, self.device = launch, layout, layout[0]
+        # q's heads lie one behind the other: rows may come as one copy each.
+        self.dense = layout[1][1] == launch.config.head_dim
+        # Tensor maps by the addresses of q and k: engines reuse their buffers.
+        self.maps: dict[tuple[int, int], tuple[Any, int, Any, int]] = {}
+        # Room for the arguments of one launch each; a thread takes one, or makes it.
+        self.slots: list[driver.Slot] = []
 
     def __call__(self, call: MqaLogitsCall) -> None:
         q, k, kv_scale, weights, ks, ke, _, _, _, out, _ = call
         assert out is not None
-        device = q.get_device()
+        device = self.device
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(call)
-        kernel = self.kernels.get(device) or self._load(device)
-        q_stride = q.stride()
-        layout = (q.data_ptr(), k.data_ptr(), q_stride, k.stride())
-        maps = self.maps.get(layout) or self._encode(layout)
+        pointers = (q.data_ptr(), k.data_ptr())
+        maps = self.maps.get(pointers) or self._encode(pointers)
         try:
-            room = self.rooms.pop()
+            slot = self.slots.pop()
         except IndexError:
-            room = _Room()
-        _PARAMETERS.pack_into(
-            room.buffer, 0, maps[1], maps[3], room.arguments,
-            layout[0] if q_stride[1] == self.config.head_dim else 0,
+            slot = self._new_slot()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        _POINTERS.pack_into(
+            slot.buffer, _START, stream, maps[1], maps[3], slot.address + _ARGUMENTS, pointers[0] if self.dense else 0,
             kv_scale.data_ptr(), weights.data_ptr(), ks.data_ptr(), ke.data_ptr(), out.data_ptr(),
-            q_stride[0], weights.stride(0), out.stride(0), self.rows, self.keys, self.width, self.config.enter_cost,
         )  # fmt: skip
         # The driver copies what the pointers point to before it returns.
-        status = kernel(ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)), room.parameters, None)
-        self.rooms.append(room)
+        status = slot.launch()
+        self.slots.append(slot)
         if status:
             driver.check((status,))
         return None
 
-    def _load(self, device: int) -> Callable[..., int]:
-        function = ctypes.c_void_p(_function(tuple(self.config.macros().items()), device))
-        grid = [ctypes.c_uint(side) for side in (self.config.ctas, 1, 1, THREADS, 1, 1)]
-        shared = ctypes.c_uint(self.config.shared_bytes)
-        self.kernels[device] = functools.partial(driver.launch_kernel(), function, *grid, shared)
-        return self.kernels[device]
+    def _new_slot(self) -> driver.Slot:
+        launch, config = self.launch, self.launch.config
+        size = _POINTERS.size + _CONSTANTS.size
+        function = _function(tuple(config.macros().items()), self.device)
+        slot = driver.Slot(function, (config.ctas, 1, 1), config.threads, config.shared_bytes, size)
+        _, q_strides, _, w_stride, out_stride = self.layout
+        _CONSTANTS.pack_into(
+            slot.buffer, _START + _POINTERS.size,
+            q_strides[0], w_stride, out_stride, launch.rows, launch.keys, launch.width, config.enter_cost,
+        )  # fmt: skip
+        return slot
 
-    def _encode(self, layout: tuple[Any, ...]) -> tuple[Any, int, Any, int]:
-        q_address, k_address, q_stride, k_stride = layout
-        q_map = _q_map(q_address, self.rows, self.config.heads, self.config.head_dim, q_stride[0], q_stride[1])
-        k_map = _k_map(k_address, self.keys, self.config.head_dim, k_stride[0])
-        if len(self.maps) >= MAX_MAPS:
+    def _encode(self, pointers: tuple[int, int]) -> tuple[Any, int, Any, int]:
+        launch, config = self.launch, self.launch.config
+        _, q_strides, k_stride, _, _ = self.layout
+        q_map = _q_map(config, pointers[0], launch.rows, q_strides[0], q_strides[1])
+        k_map = _k_map(config, pointers[1], launch.keys, k_stride)
+        if len(self.maps) >= MAX_KEPT:
             self.maps.clear()
-        self.maps[layout] = (q_map, int(q_map.getPtr()), k_map, int(k_map.getPtr()))
-        return self.maps[layout]
-
-
-MAX_MAPS = 1024
-# Pointers to the two tensor maps and to the arguments, then struct Arguments of plan.cuh.
-_POINTERS = struct.Struct("<3Q")
-_PARAMETERS = struct.Struct("<3Q 6Q3q4i")
-
-
-class _Room:
-    """A buffer for ``_PARAMETERS``."""
-
-    __slots__ = ("arguments", "buffer", "parameters")
-
-    def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(_PARAMETERS.size)
-        address = ctypes.addressof(self.buffer)
-        self.parameters, self.arguments = ctypes.c_void_p(address), address + _POINTERS.size
+        self.maps[pointers] = (q_map, int(q_map.getPtr()), k_map, int(k_map.getPtr()))
+        return self.maps[pointers]
 
 
 @functools.cache
@@ -134,20 +166,19 @@ def _function(macros: tuple[tuple[str, str | int], ...], device: int) -> int:
     return driver.load(code, str(named["KERNEL_NAME"]), int(named["SHARED_BYTES"]))
 
 
-def _q_map(address: int, rows: int, heads: int, head_dim: int, stride_m: int, stride_h: int) -> Any:
-    """q [M, H, D] so that one load lays (row, head) pairs in the order of mqa_logits.cuh: pair 8j + 2t + b.
+def _q_map(config: KernelConfig, address: int, rows: int, stride_m: int, stride_h: int) -> Any:
+    """q [M, H, D] so that one load lays (row, head) pairs in the order of head_sum.cuh: pair 8j + 2t + b.
 
     Dimensions, fastest first: channel; b, the even or odd head; lanes that share a row (two at H = 128, each with
     half of the heads); row; j, the pair of heads.
     """
-    rows_of_block = PAIRS // heads
-    lanes = 4 // rows_of_block if rows_of_block < 4 else 1
-    dims = (head_dim, 2, lanes, rows, heads // lanes // 2)
-    strides = (stride_h, stride_h * (heads // lanes), stride_m, 2 * stride_h)
-    box = (head_dim, 2, lanes, min(4, rows_of_block), heads // lanes // 2)
-    return driver.tensor_map(address, dims, strides, box)
+    heads = config.heads // config.lanes_of_row  # of a lane
+    dims = (config.head_dim, 2, config.lanes_of_row, rows, heads // 2)
+    # The only row's stride is never followed, and need not be one of TMA's.
+    strides = (stride_h, stride_h * heads, stride_m if rows > 1 else config.heads * stride_h, 2 * stride_h)
+    return driver.tensor_map(address, dims, strides, config.q_box)
 
 
-def _k_map(address: int, keys: int, head_dim: int, stride: int) -> Any:
+def _k_map(config: KernelConfig, address: int, keys: int, stride: int) -> Any:
     """k [N, D], a tile of keys a load."""
-    return driver.tensor_map(address, (head_dim, keys), (stride,), (head_dim, TILE_KEYS))
+    return driver.tensor_map(address, (config.head_dim, keys), (stride if keys > 1 else config.head_dim,), config.k_box)

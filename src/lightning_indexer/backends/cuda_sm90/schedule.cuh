@@ -1,7 +1,7 @@
 // Which tiles the windows touch, and which of them each worker computes.
 #pragma once
 
-#include "plan.cuh"
+#include "shared.cuh"
 
 namespace {
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ Span span_of(int lo, int hi) {
   if (hi <= lo) return {0, 0};
   // [M, N]: 128-byte lines of the result. Compressed: the first column of the rows that share the least ks.
   const int first = kCompressed ? lo : lo & ~31;
-  return {first, (hi - first + kTileKeys - 1) / kTileKeys};
+  return {first, (hi - first + G::kTileKeys - 1) / G::kTileKeys};
 }
 
 // The same of a row block whose windows lie one in a lane of this warp.
@@ -33,10 +33,10 @@ __device__ __forceinline__ int window_end(const Arguments& a, int ks, int ke) {
   return static_cast<int>(min(static_cast<long long>(end), static_cast<long long>(ks) + a.width));
 }
 
-__device__ __forceinline__ int number_of_blocks(const Arguments& a) { return (a.rows + kRows - 1) / kRows; }
+__device__ __forceinline__ int number_of_blocks(const Arguments& a) { return (a.rows + G::kRows - 1) / G::kRows; }
 
 // The windows of kWindows rows from `first` on, as one: [lo, hi), empty where all of them are.
-constexpr int kWindows = kRows < 4 ? kRows : 4;
+constexpr int kWindows = G::kRows < 4 ? G::kRows : 4;
 
 __device__ __forceinline__ void windows_of_rows(const Arguments& a, int first, int& lo, int& hi) {
   lo = 0x7FFFFFFF, hi = 0;
@@ -70,13 +70,14 @@ __device__ __forceinline__ void price_blocks(const Arguments& a, Shared& s) {
   const Entries entries(number_of_blocks(a));
   if (entries.shift > 0) {
 #pragma unroll 1
-    for (int entry = threadIdx.x; entry < kScratch; entry += kMathThreads) s.cost[entry] = 0;
-    asm volatile("bar.sync 3, %0;" ::"n"(kMathThreads) : "memory");
+    for (int entry = threadIdx.x; entry < kScratch; entry += G::kMathThreads) s.cost[entry] = 0;
+    ptx::bar_sync<kCostsCleared, G::kMathThreads>();
   }
-  constexpr int kThreadsPerBlock = kRows / kWindows;
+  constexpr int kThreadsPerBlock = G::kRows / kWindows;
   const int end = (32 * entries.each << entries.shift) * kThreadsPerBlock;
 #pragma unroll 1
-  for (int at = threadIdx.x; at < end; at += kMathThreads) {  // whole warps: end and kMathThreads are multiples of 32
+  for (int at = threadIdx.x; at < end;
+       at += G::kMathThreads) {  // whole warps: end and kMathThreads are multiples of 32
     int lo, hi;
     windows_of_rows(a, at * kWindows, lo, hi);
 #pragma unroll
@@ -118,8 +119,8 @@ __device__ __forceinline__ Piece find_piece(const Arguments& a, const Shared& s,
     const int other = __shfl_up_sync(~0u, inclusive, step);
     if (lane >= step) inclusive += other;
   }
-  const int total = __shfl_sync(~0u, inclusive, 31), pieces = gridDim.x * kWorkers;
-  const int piece = blockIdx.x * kWorkers + worker, share = total / pieces, rest = total - share * pieces;
+  const int total = __shfl_sync(~0u, inclusive, 31), pieces = gridDim.x * G::kWorkers;
+  const int piece = blockIdx.x * G::kWorkers + worker, share = total / pieces, rest = total - share * pieces;
   const int begin = share * piece + min(piece, rest), before = inclusive - mine;
   const bool here = before <= begin && begin < inclusive;
   int block = 0, skip = begin - before;
@@ -131,9 +132,9 @@ __device__ __forceinline__ Piece find_piece(const Arguments& a, const Shared& s,
       while (true) {
         int lo = 0x7FFFFFFF, hi = 0;
 #pragma unroll 1
-        for (int r = 0; r < kRows; r += kWindows) {
+        for (int r = 0; r < G::kRows; r += kWindows) {
           int some_lo, some_hi;
-          windows_of_rows(a, block * kRows + r, some_lo, some_hi);
+          windows_of_rows(a, block * G::kRows + r, some_lo, some_hi);
           lo = min(lo, some_lo), hi = max(hi, some_hi);
         }
         const int cost = span_of(lo, hi).cost(a);

@@ -167,15 +167,18 @@ DEVICE f32x16 multiply(i32x8 q, i32x8 k, f32x16 sum) {
 
 // ---- A tile: ROWS rows by 32 keys, scored and stored
 
+// Two rows of a tile, at most MAX_ROW_STRIDE (mqa_logits.py) apart, and an offset that is not among them.
+constexpr unsigned OUT_BYTES = 0xfffffff0u, OUTSIDE = 0xffffffffu;
+
 struct Output {
-  Buffer pair[PAIRS];  // from the first row of each pair on
-  unsigned offset;     // of this lane: its row of the pair, its column
+  float* pair[PAIRS];  // the first row of each pair
+  unsigned offset;     // of this lane, in bytes: its row of the pair, its column of the tile
 };
 
 DEVICE Output output_of(const Arguments& a, long m, int lane) {
   Output o;
 #pragma unroll
-  for (int p = 0; p < PAIRS; ++p) o.pair[p] = buffer(a.out + (m + 2 * p) * a.out_stride, 0xfffffff0u);
+  for (int p = 0; p < PAIRS; ++p) o.pair[p] = a.out + (m + 2 * p) * a.out_stride;
   o.offset = (unsigned)(lane / 32) * (unsigned)(a.out_stride * 4) + lane % 32 * 4;
   return o;
 }
@@ -221,7 +224,8 @@ DEVICE Logits score_tile(const Row (&rows)[ROWS], const Keys& keys) {
   return logits;
 }
 
-// Columns [n, n + 32). All 64 lanes store; a lane that must not is given an offset that the buffer drops.
+// Columns [n, n + 32). All 64 lanes store; a lane that must not is given an offset that the buffer drops. The tile is in
+// the buffer's base, of 64 bits: a scalar offset would count in the 32 bits of the range check.
 DEVICE void store_tile(const Arguments& a, const Windows& w, const Output& o, Logits logits, int n, int lane) {
   unsigned offset[PAIRS];
 #pragma unroll
@@ -236,13 +240,13 @@ DEVICE void store_tile(const Arguments& a, const Windows& w, const Output& o, Lo
       const bool inside = column >= first && column < last;
       const bool exists = column < a.keys && 2 * p + second < w.count;
       if (CLEAN) logits.pair[p] = inside ? logits.pair[p] : MINUS_INF;
-      offset[p] = (CLEAN ? exists : inside) ? o.offset : 0xffffffffu;
+      offset[p] = (CLEAN ? exists : inside) ? o.offset : OUTSIDE;
     }
   }
 #pragma unroll
   for (int p = 0; p < PAIRS; ++p)
-    __builtin_amdgcn_raw_buffer_store_b32(__builtin_bit_cast(int, logits.pair[p]), o.pair[p], offset[p],
-                                          uniform((int)((unsigned)n * 4)), 0);
+    __builtin_amdgcn_raw_buffer_store_b32(__builtin_bit_cast(int, logits.pair[p]), buffer(o.pair[p] + n, OUT_BYTES),
+                                          offset[p], 0, 0);
 }
 
 // ---- Outside the tiles

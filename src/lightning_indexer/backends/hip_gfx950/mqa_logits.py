@@ -30,8 +30,7 @@ SOURCES = {
 FLAGS = ("-fno-honor-nans", "-fno-slp-vectorize")
 HEADS = (32, 64)
 HEAD_DIMS = (128,)
-# Within the 32 bits of a buffer's offsets: the start of the second of two rows of logits and, by itself, a column (the
-# scalar offset, which takes no part in the range check); the keys of a tile.
+# Within the 32 bits of a buffer's offsets: a tile of the second of two rows of logits; the keys of a tile.
 MAX_ROW_STRIDE = 2**30 - 2 * TILE
 MAX_KEY_STRIDE = 2**26
 
@@ -52,8 +51,8 @@ class MqaLogits:
     def supports(self, problem: MqaLogitsProblem, arch: Arch) -> str | None:
         if arch.name != "gfx950":
             return f"needs gfx950 (MI350X, MI355X), this is {arch.name}"
-        if (reason := unsupported_shape(problem, HEADS, HEAD_DIMS)) is not None:
-            return reason
+        if not is_supported(problem.heads, problem.head_dim):
+            return unsupported_shape(problem, HEADS, HEAD_DIMS)
         if problem.compressed:
             return "compressed logits are not built: a pair of rows would start at different columns"
         if problem.out_dtype is not torch.float32:

@@ -31,11 +31,11 @@ def heuristic(problem: MqaLogitsProblem, arch: Arch) -> TileConfig:
     if arch.vendor == "amd":
         # CDNA3: 64 KiB of LDS, room for two programs. Elsewhere tiles of 128 keys spill where q is large (102 registers
         # on CDNA4 at H=D=128, up to 10 on RDNA4 from 64 x 128 on), and where keys are loaded byte by byte (up to 35 on
-        # CDNA4).
+        # CDNA4; with four waves it still spills 99 scalar ones).
         size, little = problem.heads * problem.head_dim, arch.shared_bytes <= 64 * 1024
         large = (64 if little and arch.wave == 32 else 128) * 128
         small = (little and arch.wave == 64 and arch.fp8 != "none") or not problem.aligned or size >= large
-        block, num_warps, num_stages, waves_per_eu = 64 if small else 128, 4, 2, 2
+        block, num_warps, num_stages, waves_per_eu = 64 if small else 128, 4 if problem.aligned else 8, 2, 2
     else:
         block, num_warps, num_stages, waves_per_eu = 64, 4, 3, 0
     return TileConfig(block, _chunk(problem, arch), num_warps, num_stages, waves_per_eu)

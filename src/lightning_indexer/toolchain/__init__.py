@@ -1,1 +1,0 @@
-"""Run-time compilers, and their cache on disk."""
