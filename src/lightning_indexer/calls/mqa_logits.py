@@ -124,7 +124,7 @@ def _run(
             (q.data_ptr() | k.data_ptr()) & 15, envs.selection(), assumed(),
         )  # fmt: skip
         plan = _PLANS.get(facts)
-    except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
         plan = facts = None
     # Inside torch.jit.trace and forward-mode differentiation operands are looked at first.
     if plan is None or _tracing() is not None or forward_ad._current_level >= 0:
@@ -257,6 +257,8 @@ def _through_operator(call: MqaLogitsCall) -> torch.Tensor:
     warns = not torch.compiler.is_compiling() and torch.is_grad_enabled()
     if warns and any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
         common.warn_of_gradients(OPERATION)
+    if any(getattr(tensor, "is_nested", False) for tensor in call[:6]):
+        validate(call)  # a nested tensor's own dispatch would refuse the operator without a name
     if sharded.is_distributed((*call[:6], call.out)):
         return _on_every_rank(call)
     with torch.no_grad():
