@@ -29,7 +29,7 @@ class Tolerance(NamedTuple):
     relative: float
 
 
-# calc_diff against float32 on the dequantised operands that any backend has to keep, spec section 4.
+# calc_diff against float32 on the dequantised operands that any backend has to keep, docs/semantics.md.
 MAX_DIFF = {torch.float32: 5e-6, torch.bfloat16: 3e-5}
 # On a CPU products and sums are float32, so that only the order of the sums differs; bfloat16 is half a step more.
 ON_CPU = {torch.float32: Tolerance(1e-12, 2**-23), torch.bfloat16: Tolerance(3e-6, 2**-8)}

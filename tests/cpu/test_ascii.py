@@ -23,7 +23,9 @@ class Ascii(io.TextIOWrapper):
         return self.buffer.getvalue().decode("ascii")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS), ["plan", "--requests", "32768:4096"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([verb, "--help"] for verb in VERBS), ["plan", "--requests", "32768:4096"]]
+)
 def test_text_on_an_ascii_stream(monkeypatch, arguments):
     streams = Ascii(), Ascii()
     monkeypatch.setattr(sys, "stdout", streams[0])

@@ -10,12 +10,12 @@ import torch
 
 from lightning_indexer import Arch, MqaLogitsProblem
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
-from lightning_indexer.backends.flydsl_cdna.layout import CHUNK, KEYS_OF_WAVE, LANES, Layout
+from lightning_indexer.backends.flydsl_cdna.layout import KEYS_OF_WAVE, LANES, PIECE, Layout
 from lightning_indexer.selection import registry as dispatch
 
 ARCHS = ("gfx942", "gfx950")
 LAYOUTS = [
-    Layout(arch, heads, head_dim, rows, waves, stages, clean=True)
+    Layout(arch == "gfx950", heads, head_dim, rows, waves, stages, clean=True)
     for arch in ARCHS
     for heads in (32, 64, 128)
     for head_dim in (64, 128)
@@ -107,9 +107,9 @@ def test_every_choice_fits(arch):
 
 
 def test_the_name_is_made_of_the_config():
-    plan = Layout("gfx950", 32, 128, 2, 2, 3, clean=False)
+    plan = Layout(True, 32, 128, 2, 2, 3, clean=False)
     assert plan.name == "fp8_mqa_logits_H32_D128_mfma32x32x64_bkv64_r2_w2_lds3_swizzled_noclean_flydsl"
-    plan = Layout("gfx942", 64, 64, 1, 4, 2, clean=False, compressed=True, bf16=True, swizzle=False)
+    plan = Layout(False, 64, 64, 1, 4, 2, clean=False, compressed=True, bf16=True, swizzle=False)
     assert plan.name == "fp8_mqa_logits_H64_D64_mfma16x16x32_bkv256_r1_w4_lds2_compressed_bf16_flydsl"
 
 
@@ -131,13 +131,13 @@ def test_waves_share_the_block_without_rest():
         assert plan.row_waves * plan.key_waves == plan.waves
         assert plan.row_waves * plan.rows_of_wave == plan.rows
         assert plan.key_waves * KEYS_OF_WAVE == plan.tile
-        assert plan.copies * plan.threads * CHUNK == plan.key_bytes == plan.tile * plan.head_dim
+        assert plan.copies * plan.threads * PIECE == plan.key_bytes == plan.tile * plan.head_dim
 
 
 def test_the_lanes_of_a_product_read_every_channel_once():
     for plan in LAYOUTS:
-        read = [plan.chunk(group, number) for group in range(plan.lane_groups) for number in range(plan.reads)]
-        assert sorted(read) == list(range(plan.chunks))
+        read = [plan.piece(group, number) for group in range(plan.lane_groups) for number in range(plan.reads)]
+        assert sorted(read) == list(range(plan.pieces))
 
 
 def test_the_results_of_a_product_are_every_head_once():
@@ -153,9 +153,9 @@ def test_the_results_of_a_product_are_every_head_once():
 def test_swizzling_permutes_the_chunks_of_each_key():
     for plan in LAYOUTS:
         for key in range(plan.tile):
-            places = [plan.swizzled(key, chunk) for chunk in range(plan.chunks)]
-            assert sorted(places) == list(range(plan.chunks))
+            places = [plan.swizzled(key, piece) for piece in range(plan.pieces)]
+            assert sorted(places) == list(range(plan.pieces))
             # Copies compute the chunk from the place, reads the place from the chunk.
-            assert [plan.swizzled(key, place) for place in places] == list(range(plan.chunks))
+            assert [plan.swizzled(key, place) for place in places] == list(range(plan.pieces))
             # Reads of the keys of a wave's later products add a constant.
-            assert places == [plan.swizzled(key + plan.side, chunk) for chunk in range(plan.chunks)]
+            assert places == [plan.swizzled(key + plan.side, piece) for piece in range(plan.pieces)]

@@ -34,7 +34,7 @@ from lightning_indexer.fp8 import dequantize_k
 from lightning_indexer.selection import registry
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
-# calc_diff against float32 on the operands before quantisation, spec section 4.
+# calc_diff against float32 on the operands before quantisation (docs/semantics.md).
 MAX_DIFF_UNQUANTISED = 1e-3
 
 # Blocks of the tests: the CPU's own, which hold a whole small problem; and ones that cut it in rows, keys and panels.
@@ -106,7 +106,7 @@ def test_compressed_narrower_and_wider_than_the_windows(blocks, width):
 
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_compress_ratio(blocks, ratio):
-    """Case 21: with four tokens a key, the first three rows of every request are empty."""
+    """With four tokens a key, the first three rows of every request are empty."""
     row = torch.arange(24, dtype=torch.int32)
     first = row // 12 * (64 // ratio)
     ks, ke = first, first + (row % 12 + 1) // ratio
@@ -132,7 +132,7 @@ def test_windows_at_the_ends_of_int32(blocks, form, dtype):
 @pytest.mark.parametrize("form", ["clean", "noclean", "compressed"])
 @pytest.mark.parametrize(("rows", "keys"), [(64, 384), (6, 40)])
 def test_rows_without_a_window(blocks, rows, keys, form):
-    """Case 5: every row is written, also where whole blocks are skipped."""
+    """Every row is written, also where whole blocks are skipped."""
     inputs = make_inputs(rows, keys, 4, 32, CPU)
     nothing = torch.full((rows,), 7, dtype=torch.int32)
     check(inputs, nothing, nothing - 3, form)
@@ -165,7 +165,7 @@ def test_scales_of_any_sign(blocks, form):
 @pytest.mark.parametrize("sign_of_scales", [1.0, -1.0])
 @pytest.mark.parametrize(("form", "dtype"), FORMS_AND_DTYPES)
 def test_zeros_are_positive(blocks, sign_of_weights, sign_of_scales, form, dtype):
-    """Case 17: q >= 0 and k < 0 make every score 0, and a negative factor would make the sum -0.0."""
+    """q >= 0 and k < 0 make every score 0, and a negative factor would make the sum -0.0."""
     inputs = make_inputs(6, 50, 4, 32, CPU)
     inputs = dataclasses.replace(
         inputs,
@@ -215,7 +215,7 @@ def test_a_nan_query_stays_in_its_row(blocks):
 
 @pytest.mark.parametrize(("form", "dtype"), FORMS_AND_DTYPES)
 def test_keys_outside_of_every_window_are_not_read_into_a_result(blocks, form, dtype):
-    """Case 20: the gathered buffer holds garbage before, between and after the requests."""
+    """The gathered buffer holds garbage before, between and after the requests."""
     inputs = make_inputs(8, 120, 4, 32, CPU)
     ks = int32(*[21] * 4, *[70] * 4)
     ke = int32(30, 31, 40, 41, 71, 72, 90, 99)

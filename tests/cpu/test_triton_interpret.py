@@ -156,7 +156,7 @@ def test_the_public_call(form, dtype):
 @pytest.mark.parametrize("q_dtype", [torch.float8_e4m3fn, FNUZ])
 @pytest.mark.parametrize("k_dtype", [torch.float8_e4m3fn, FNUZ])
 def test_the_four_pairs_of_gfx942(monkeypatch, q_dtype, k_dtype):
-    """Case 9; byte 0x80, case 8, is in the fn operands."""
+    """Both dialects; byte 0x80, -0.0 in fn and NaN in fnuz, is in the fn operands."""
     monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "gfx942")
     inputs = make_inputs(3, 90, 8, 32, CPU)
     q, k = inputs.q.clamp(-200, 200).to(q_dtype), inputs.k.clamp(-200, 200).to(k_dtype)
@@ -171,7 +171,7 @@ def test_the_four_pairs_of_gfx942(monkeypatch, q_dtype, k_dtype):
 
 @interpreted
 def test_strided_operands():
-    """Case 22: q and k are slices of larger tensors, weights a slice of rows that are wider."""
+    """q and k are slices of larger tensors, weights a slice of rows that are wider."""
     inputs = make_inputs(4, 90, 8, 32, CPU)
     ks, ke = make_windows("misaligned", 4, 90, CPU)
     q = torch.full((6, 11, 48), float("nan")).to(torch.float8_e4m3fn)[1:5, 2:10, 3:35]
@@ -216,7 +216,7 @@ def test_every_byte_is_read_as_its_value(arch):
 @pytest.mark.parametrize("sign_of_weights", [1.0, -1.0])
 @pytest.mark.parametrize("sign_of_scales", [1.0, -1.0])
 def test_signs_and_zeros(arch, sign_of_weights, sign_of_scales):
-    """Case 17. Keys below 60 are negative, so their scores are 0; the scales have any sign."""
+    """Keys below 60 are negative, so their scores are 0; the scales have any sign."""
     inputs = make_inputs(3, 120, 8, 32, CPU)
     k = inputs.k_fp8.float().abs() + 0.5
     k[:60] *= -1
@@ -237,7 +237,7 @@ def test_signs_and_zeros(arch, sign_of_weights, sign_of_scales):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("form", ["clean", "compressed"])
 def test_keys_outside_of_every_window_are_not_read(arch, form):
-    """Case 20, and NaN codes: a window's edge shares its tile with NaN keys."""
+    """NaN codes: a window's edge shares its tile with NaN keys."""
     inputs = make_inputs(3, 120, 8, 32, CPU)
     ks, ke = int32(21, 22, 70), int32(40, 41, 99)
     outside = torch.ones(120, dtype=torch.bool)
@@ -307,7 +307,7 @@ print(json.dumps(diffs))
 
 @interpreted
 def test_nothing_outside_of_the_tensors_is_touched():
-    """Case 7: every tensor between pages that no one may touch; a read past the last key would end the process."""
+    """Every tensor between pages that no one may touch; a read past the last key would end the process."""
     environment = {**os.environ, "PYTHONPATH": SOURCES}
     done = subprocess.run([sys.executable, "-c", FENCED], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"

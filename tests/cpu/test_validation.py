@@ -281,7 +281,7 @@ def test_slices_of_larger_tensors(changed, backend):
 
 
 def test_a_slice_of_the_key_cache():
-    """Case 1: the keys of one request, at an offset in the gathered buffer; the rest of the buffer is NaN."""
+    """The keys of one request, at an offset in the gathered buffer; the rest of the buffer is NaN."""
     arguments = good()
     expected = expected_logits(*arguments.values())
     cache = torch.full((3 * N, D), float("nan")).to(FN)
@@ -446,7 +446,7 @@ def test_the_result_is_a_view_with_padded_rows(dtype, step, keys):
 @pytest.mark.parametrize("form", ["clean", "noclean", "compressed"])
 @pytest.mark.parametrize("backend", [None, "torch-blocked"])
 def test_no_rows_and_no_keys(monkeypatch, rows, keys, form, backend):
-    """Case 6: a result of the right shape; a backend runs only where there is something to score."""
+    """A result of the right shape; a backend runs only where there is something to score."""
     arguments = good()
     for name in ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke"):
         arguments[name] = arguments[name][:rows]

@@ -75,10 +75,10 @@ def fp8_mqa_logits(
     except (TypeError, ValueError):
         raise TypeError(f"kv: got {type(kv).__name__}, expected the pair (k, kv_scale)") from None
     ks, ke = cu_seqlen_ks, cu_seqlen_ke
-    plain = type(q) is type(k) is type(kv_scale) is type(weights) is type(ks) is type(ke) is torch.Tensor
-    plain = plain and (out is None or type(out) is torch.Tensor)
+    plain = type(q) is type(k) is type(kv_scale) is type(weights) is type(ks) is type(ke) is _Tensor
+    plain = plain and (out is None or type(out) is _Tensor)
     if (
-        torch.compiler.is_compiling()
+        _is_compiling()
         or _dispatch_modes()
         or _functorch() is not None
         or ((not plain or q.is_meta) and common.needs_operator((q, k, kv_scale, weights, ks, ke, out)))
@@ -86,27 +86,6 @@ def fp8_mqa_logits(
         return _through_operator(
             MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
         )
-    return _run(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
-
-
-class _Plan(NamedTuple):
-    """What a call comes to, from its facts alone.
-
-    ``size`` and ``stride`` are those of a result the library allocates; ``plain`` is False where operands have to be
-    converted first, ``convert_to`` set where one may not be in the arch's fp8 dialect.
-    """
-
-    run: registry.Run
-    size: tuple[int, int]
-    stride: tuple[int, int]
-    plain: bool
-    convert_to: Arch | None
-
-
-def _run(
-    q: Any, k: Any, kv_scale: Any, weights: Any, ks: Any, ke: Any,
-    clean_logits: Any, max_seqlen_k: Any, out_dtype: Any, out: Any, backend: Any,
-) -> torch.Tensor:  # fmt: skip
     # All that validation, selection and a kernel's preparation read. Calls that agree in it, as the layers of a model
     # do, plan once.
     try:
@@ -121,7 +100,7 @@ def _run(
             None if q.is_cuda else (q.device, k.device, kv_scale.device, weights.device, ks.device, ke.device),
             None if out is None else (out.shape, out.stride(), out.dtype, out.device),
             clean_logits.__class__, clean_logits, max_seqlen_k.__class__, max_seqlen_k, out_dtype, backend,
-            (q.data_ptr() | k.data_ptr()) & 15, envs.selection(), assumed(),
+            (q.data_ptr() | k.data_ptr()) & 15, _selection(), _assumed(),
         )  # fmt: skip
         plan = _PLANS.get(facts)
     except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
@@ -130,13 +109,27 @@ def _run(
     if plan is None or _tracing() is not None or forward_ad._current_level >= 0:
         call = MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
         return _first(call, facts)
-    if torch.is_grad_enabled() and (weights.requires_grad or kv_scale.requires_grad or q.requires_grad):
+    if _is_grad_enabled() and (weights.requires_grad or kv_scale.requires_grad or q.requires_grad):
         common.warn_of_gradients(OPERATION)
     if out is None:
-        out = torch.empty_strided(plan.size, plan.stride, dtype=out_dtype, device=q.device)
+        out = _empty_strided(plan.size, plan.stride, dtype=out_dtype, device=q.device)
     call = _record((q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend))
     plan.run(call if plan.plain else _converted(call, plan))
-    return out  # type: ignore[no-any-return]
+    return out
+
+
+class _Plan(NamedTuple):
+    """What a call comes to, from its facts alone.
+
+    ``size`` and ``stride`` are those of a result the library allocates; ``plain`` is False where operands have to be
+    converted first, ``convert_to`` set where one may not be in the arch's fp8 dialect.
+    """
+
+    run: registry.Run
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    plain: bool
+    convert_to: Arch | None
 
 
 def _first(call: MqaLogitsCall, facts: object) -> torch.Tensor:
@@ -161,10 +154,14 @@ def _converted(call: MqaLogitsCall, plan: _Plan) -> MqaLogitsCall:
     return call if plan.convert_to is None else _to_native_dialect(call, plan.convert_to)
 
 
+# Each call asks these; a global is found in less time than an attribute of a module.
 _PLANS = common.PLANS
+_Tensor, _empty_strided = torch.Tensor, torch.empty_strided
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
+_selection, _assumed = envs.selection, assumed
 
 # What calling the class does, in a third of the time.
 _record: Callable[[Iterable[Any]], MqaLogitsCall] = functools.partial(tuple.__new__, MqaLogitsCall)
@@ -219,8 +216,8 @@ def _operator(
 ) -> torch.Tensor:
     # Contiguous: with a padded stride, whether a result is contiguous would depend on N, and a graph on that.
     out = q.new_empty((q.shape[0], max_seqlen_k or k.shape[0]), dtype=out_dtype)
-    ks, ke = cu_seqlen_ks, cu_seqlen_ke
-    return _run(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
+    tensors = (q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke)
+    return _eager(MqaLogitsCall(*tensors, clean_logits, max_seqlen_k, out_dtype, out, backend))
 
 
 @torch.library.custom_op("lightning_indexer::fp8_mqa_logits_out", mutates_args=("out",))
@@ -236,8 +233,20 @@ def _operator_out(
     max_seqlen_k: int,
     backend: str | None,
 ) -> None:
-    ks, ke = cu_seqlen_ks, cu_seqlen_ke
-    _run(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out.dtype, out, backend)
+    tensors = (q, k, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke)
+    _eager(MqaLogitsCall(*tensors, clean_logits, max_seqlen_k, out.dtype, out, backend))
+
+
+def _eager(call: MqaLogitsCall) -> torch.Tensor:
+    """The call of an operator, whose operands are real: parameters, subclasses too, as the tensors they hold."""
+    q, k, kv_scale, weights, ks, ke = (
+        t if type(t) is torch.Tensor else t.detach().as_subclass(torch.Tensor) for t in call[:6]
+    )
+    return fp8_mqa_logits(
+        q, (k, kv_scale), weights, ks, ke,
+        clean_logits=call.clean_logits, max_seqlen_k=call.max_seqlen_k, out_dtype=call.out_dtype, out=call.out,
+        backend=call.backend,
+    )  # fmt: skip
 
 
 @_operator.register_fake

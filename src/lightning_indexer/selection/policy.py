@@ -25,6 +25,7 @@ ORDER: dict[str, dict[str, tuple[str, ...]]] = {
         "gfx942": ("flydsl",),
         "gfx950": ("hip-gfx950", "gluon-gfx950", "flydsl"),
     },
+    "top_k_per_row": {"sm90": ("cuda-sm90",)},
 }
 
 WHY = {

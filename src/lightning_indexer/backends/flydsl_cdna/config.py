@@ -32,10 +32,15 @@ def heuristic(problem: MqaLogitsProblem, arch: Arch) -> FlyConfig:
     rows = 4 if problem.rows > 2 else problem.rows
     # CDNA4 at H=32: two rows a wave, which read the tile's keys from LDS once. More heads fill the registers alone,
     # and CDNA3's 64 KiB of LDS hold three blocks, which have to have four waves to keep its SIMDs busy.
-    deep = "32x32x64" in arch.matrix  # CDNA4
+    deep = _deep(arch)
     waves = max(1, rows // 2) if deep and problem.heads == 32 else rows
     # CDNA3 brings the next tile through registers; CDNA4 has two tiles on their way into LDS.
     return FlyConfig(rows, waves, 3 if deep else 2, _chunk(problem, arch, rows))
+
+
+def _deep(arch: Arch) -> bool:
+    """CDNA4, by its fp8 products of 32x32x64."""
+    return "32x32x64" in arch.matrix
 
 
 def _chunk(problem: MqaLogitsProblem, arch: Arch, rows: int) -> int:
@@ -59,7 +64,7 @@ def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[FlyConfig]:
 def layout(problem: MqaLogitsProblem, arch: Arch, config: FlyConfig) -> Layout:
     """All that the kernel's code depends on. The sizes of the operands are not among it."""
     return Layout(
-        arch.name, problem.heads, problem.head_dim, config.rows, config.waves, config.stages,
+        _deep(arch), problem.heads, problem.head_dim, config.rows, config.waves, config.stages,
         problem.clean_logits, problem.compressed, problem.out_dtype is torch.bfloat16,
     )  # fmt: skip
 

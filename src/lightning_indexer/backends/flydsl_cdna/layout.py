@@ -10,7 +10,7 @@ from typing import Any
 
 LANES = 64
 KEYS_OF_WAVE = 64  # keys of a tile that one wave scores: one a lane, once heads are summed
-CHUNK = 16  # bytes that a lane reads or copies at a time
+PIECE = 16  # bytes that a lane reads or copies at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +18,14 @@ class Layout:
     """All that a kernel's code depends on.
 
     Attributes:
-        arch, heads, head_dim: gfx942 or gfx950; H; D.
+        deep: CDNA4: products 64 channels deep, copies of 16 bytes into LDS, 64 banks. Not CDNA3.
+        heads, head_dim: H; D.
         rows, waves, stages: as in ``FlyConfig``.
         clean, compressed, bf16: the form and the type of the result.
-        swizzle: chunks of keys rotate in LDS, so that reads meet no bank conflict. Off only to show what it is for.
+        swizzle: pieces of keys rotate in LDS, so that reads meet no bank conflict. Off only to show what it is for.
     """
 
-    arch: str
+    deep: bool
     heads: int
     head_dim: int
     rows: int
@@ -38,7 +39,7 @@ class Layout:
     @property
     def name(self) -> str:
         """Of the kernel, as traces show it."""
-        mfma = "mfma32x32x64" if self.arch == "gfx950" else "mfma16x16x32"
+        mfma = "mfma32x32x64" if self.deep else "mfma16x16x32"
         lds = f"lds{self.stages}" + ("_swizzled" if self.swizzle else "")
         form = "compressed" if self.compressed else "clean" if self.clean else "noclean"
         shape = f"H{self.heads}_D{self.head_dim}_{mfma}_bkv{self.tile}_r{self.rows}_w{self.waves}"
@@ -73,7 +74,7 @@ class Layout:
     @property
     def side(self) -> int:
         """Heads, and keys, of one MFMA."""
-        return 32 if self.arch == "gfx950" else 16
+        return 32 if self.deep else 16
 
     @property
     def lane_groups(self) -> int:
@@ -91,30 +92,30 @@ class Layout:
         return KEYS_OF_WAVE // self.side
 
     @property
-    def chunks(self) -> int:
-        """16-byte chunks of one head or key."""
-        return self.head_dim // CHUNK
+    def pieces(self) -> int:
+        """16-byte pieces of one head or key."""
+        return self.head_dim // PIECE
 
     @property
     def reads(self) -> int:
-        """Chunks of one head or key that a lane holds for a product."""
-        return self.chunks // self.lane_groups
+        """Pieces of one head or key that a lane holds for a product."""
+        return self.pieces // self.lane_groups
 
-    def chunk(self, lane_group: Any, read: int) -> Any:
-        """Which chunk that is. The same for q and k, so the dot product is whole whatever channels a lane gets."""
+    def piece(self, lane_group: Any, read: int) -> Any:
+        """Which piece that is. The same for q and k, so the dot product is whole whatever channels a lane gets."""
         return lane_group + read * self.lane_groups
 
     # LDS: per stage a tile of keys, then each wave's own scales, one a lane
 
     @property
     def direct(self) -> bool:
-        """Tiles go from memory into LDS, 16 bytes a lane. gfx942 would copy 4, so there they pass through registers."""
-        return self.arch == "gfx950"
+        """Tiles go from memory into LDS, 16 bytes a lane. CDNA3 would copy 4, so there they pass through registers."""
+        return self.deep
 
     @property
     def copies(self) -> int:
-        """Chunks of a tile that one thread brings in."""
-        return self.tile * self.chunks // self.threads
+        """Pieces of a tile that one thread brings in."""
+        return self.tile * self.pieces // self.threads
 
     @property
     def key_bytes(self) -> int:
@@ -128,14 +129,14 @@ class Layout:
     def lds_bytes(self) -> int:
         return self.stages * self.stage_bytes
 
-    def swizzled(self, key: Any, chunk: Any) -> Any:
-        """Which chunk of its row of LDS holds a key's chunk; its own inverse.
+    def swizzled(self, key: Any, piece: Any) -> Any:
+        """Which piece of its row of LDS holds a key's piece; its own inverse.
 
-        Lanes that are served together read the same chunk of keys that begin at the same bank, so chunks rotate by XOR
-        with the number of the line of banks. gfx950 serves 16 lanes of 16 bytes at a time from 64 banks, gfx942 8
+        Lanes that are served together read the same piece of keys that begin at the same bank, so pieces rotate by XOR
+        with the number of the line of banks. CDNA4 serves 16 lanes of 16 bytes at a time from 64 banks, CDNA3 8
         lanes from 32.
         """
         if not self.swizzle:
-            return chunk
-        line = 256 if self.arch == "gfx950" else 128
-        return chunk ^ (key // (line // self.head_dim) % self.chunks)
+            return piece
+        line = 256 if self.deep else 128
+        return piece ^ (key // (line // self.head_dim) % self.pieces)

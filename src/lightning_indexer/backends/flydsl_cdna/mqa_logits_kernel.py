@@ -1,4 +1,4 @@
-"""The FlyDSL kernels for gfx942 and gfx950.
+"""The FlyDSL kernels for CDNA3 and CDNA4.
 
     logits[m, n] = kv_scale[n] * sum_h w[m, h] * relu(q[m, h, :] . k[n, :])   inside row m's window, -inf elsewhere
 
@@ -8,8 +8,8 @@ there. Heads lie on the M side of the products and keys on the N side: a lane ho
 ReLU and weights are plain multiply-adds, and the lane groups that hold the other heads are summed at the end, half of
 the values moving each time, until each lane has the whole logit of one key. kv_scale multiplies that.
 
-LDS is a ring of tiles with one barrier a tile. gfx950 copies memory into LDS, two tiles ahead; gfx942 brings the next
-tile into registers while it computes, and writes them behind the barrier. Chunks of 16 bytes are swizzled (layout.py).
+LDS is a ring of tiles with one barrier a tile. CDNA4 copies memory into LDS, two tiles ahead; CDNA3 brings the next
+tile into registers while it computes, and writes them behind the barrier. Pieces of 16 bytes are swizzled (layout.py).
 
 What a block may write of a row is a buffer of that row: the hardware drops lanes outside of it, so stores have no
 branches, and the tile loop is one block of code. Where clean, what no tile covers is filled with -inf first: every
@@ -31,7 +31,7 @@ from flydsl._mlir.dialects import rocdl as ops
 from flydsl.expr import arith, rocdl
 from flydsl.expr.typing import as_ir_value
 
-from lightning_indexer.backends.flydsl_cdna.layout import CHUNK, KEYS_OF_WAVE, LANES, Layout
+from lightning_indexer.backends.flydsl_cdna.layout import KEYS_OF_WAVE, LANES, PIECE, Layout
 from lightning_indexer.backends.flydsl_cdna.values import (
     Loop,
     at,
@@ -61,7 +61,7 @@ BUFFER_FLAGS = 7 << 12 | 4 << 15  # raw buffer of 32-bit data, as LLVM's users s
 def _multiply(layout, a, b):
     """Scores [side heads, side keys] of fragments a and b, 16 bytes each: ``results`` floats a lane."""
     acc = zeros(layout.results)
-    if layout.arch == "gfx950":
+    if layout.deep:
         for i in range(0, len(a), 2):
             x, y = (shuffle(v[i], v[i + 1], list(range(8))) for v in (a, b))
             zero = constant(0)  # no scales: LLVM drops the scaled form
@@ -92,7 +92,7 @@ def _exchange(second, a, b, move):
 
 def _head_sum(layout, lane, partial):
     """The partial sums of the lane groups -> in each lane the sum of key ``lane``; half of them move each time."""
-    if layout.arch == "gfx950":
+    if layout.deep:
         both = ops.permlane32_swap(ty("!llvm.struct<(i32, i32)>"), *map(bits, partial), False, False)
         return llvm.fadd(*(floats(llvm.extractvalue(ty("i32"), both, [i])) for i in range(2)))
     upper, odd = as_ir_value(lane >= 32), as_ir_value((lane & 16) != 0)
@@ -152,14 +152,14 @@ class _Block:
         shift = layout.tile.bit_length() - 1
         self.begin = begin
         self.tiles = tiles = select(end > begin, (end - begin + (layout.tile - 1)) >> shift, i32(0))
-        self.rows = [self.plan_row(self.row0 + i) for i in range(layout.rows_of_wave)]
+        self.rows = [self.window_and_buffer(self.row0 + i) for i in range(layout.rows_of_wave)]
         if layout.clean:
             self.fill(first, select(tiles > 0, begin, last))
             self.fill(arith.min(begin + (tiles << shift), last), select(tiles > 0, last, first))
         with when(tiles > 0):
             self.walk()
 
-    def plan_row(self, row):
+    def window_and_buffer(self, row):
         """A row's window, and as a buffer what this block may write of it: its bounds are the stores' only mask."""
         low, high, origin = self.window(row)
         start, stop = self.first, self.last
@@ -188,7 +188,7 @@ class _Block:
         """The tiles of the block's windows, one barrier each: behind it tile t is whole, and no wave reads t - 1."""
         layout = self.layout
         self.load_rows()
-        self.plan_copies()
+        self.place_copies()
         ahead, ring = layout.stages - 1, layout.stages * layout.stage_bytes
         self.last_tile = self.begin + (self.tiles - 1) * layout.tile
         coming = self.begin
@@ -226,8 +226,8 @@ class _Block:
             q_row, w_row = at(self.q, safe * self.q_row), at(self.weights, safe * self.w_row)
             for h in range(0, layout.heads, layout.side):
                 head = wide(self.in_side + h) * self.q_head
-                places = [head + wide(layout.chunk(self.lane_group, c)) * CHUNK for c in range(layout.reads)]
-                self.queries.append([load("vector<4xi32>", q_row, place, CHUNK) for place in places])
+                places = [head + wide(layout.piece(self.lane_group, c)) * PIECE for c in range(layout.reads)]
+                self.queries.append([load("vector<4xi32>", q_row, place, PIECE) for place in places])
                 factors = []
                 for v in range(layout.results // 4):
                     first = self.lane_group * 4 + (h + v * layout.lane_groups * 4)
@@ -235,14 +235,14 @@ class _Block:
                     factors += [shuffle(four, four, [j, j + 1], "f32") for j in (0, 2)]
                 self.factors.append(factors)
 
-    def plan_copies(self):
+    def place_copies(self):
         """This thread's bytes of a tile of k, relative to its first key. LDS is filled in the order of threads."""
         layout = self.layout
         self.sources = []
         for i in range(layout.copies):
             slot = self.thread + i * layout.threads
-            key = slot // layout.chunks
-            self.sources.append(key * self.k_row + layout.swizzled(key, slot % layout.chunks) * CHUNK)
+            key = slot // layout.pieces
+            self.sources.append(key * self.k_row + layout.swizzled(key, slot % layout.pieces) * PIECE)
 
     def fetch(self, start, stage=None):
         """The tile of k and scales from ``start`` on: on its way into LDS at ``stage``, or into registers, returned.
@@ -250,16 +250,16 @@ class _Block:
         Keys from N on are bytes of the last key: nothing past k is read.
         """
         layout, last = self.layout, self.n - 1
-        limit = arith.min(last - start, i32(layout.tile)) * self.k_row + (layout.head_dim - CHUNK)
+        limit = arith.min(last - start, i32(layout.tile)) * self.k_row + (layout.head_dim - PIECE)
         tile = at(self.k, fx.Int64(start) * fx.Int64(self.k_row))
         places = [at(tile, wide(arith.min(fx.Uint32(source), fx.Uint32(limit)))) for source in self.sources]
         scale = at(self.kv_scale, wide(arith.min(self.lane + self.key0 + start, last) * 4))
         if not layout.direct:
-            chunks = [llvm.load(ty("vector<4xi32>"), place, alignment=CHUNK) for place in places]
-            return [*chunks, llvm.load(ty("f32"), scale, alignment=4)]
+            pieces = [llvm.load(ty("vector<4xi32>"), place, alignment=PIECE) for place in places]
+            return [*pieces, llvm.load(ty("f32"), scale, alignment=4)]
         for i, place in enumerate(places):
-            target = stage + self.wave * (LANES * CHUNK) + i * layout.threads * CHUNK
-            ops.global_load_async_lds(place, at(self.lds, target, 3), CHUNK, 0, aux=no_policy())
+            target = stage + self.wave * (LANES * PIECE) + i * layout.threads * PIECE
+            ops.global_load_async_lds(place, at(self.lds, target, 3), PIECE, 0, aux=no_policy())
         target = stage + self.wave * (LANES * 4) + layout.key_bytes
         ops.global_load_async_lds(scale, at(self.lds, target, 3), 4, 0, aux=no_policy())
         rocdl.asyncmark()
@@ -268,7 +268,7 @@ class _Block:
     def put(self, staged, stage):
         """What ``fetch`` brought into registers, if it did, into LDS."""
         for i, value in enumerate(staged):
-            unit, first = CHUNK, i * self.layout.threads * CHUNK
+            unit, first = PIECE, i * self.layout.threads * PIECE
             if i == len(staged) - 1:  # the scales
                 unit, first = 4, self.layout.key_bytes
             llvm.store(value, at(self.lds, stage + self.thread * unit + first, 3), alignment=unit)
@@ -278,13 +278,13 @@ class _Block:
         layout, key, parts = self.layout, self.in_side, self.layout.heads // self.layout.side
         scale = load("f32", self.lds, stage + self.thread * 4 + layout.key_bytes, 4, 3)
         lines = [
-            key * layout.head_dim + layout.swizzled(key, layout.chunk(self.lane_group, c)) * CHUNK
+            key * layout.head_dim + layout.swizzled(key, layout.piece(self.lane_group, c)) * PIECE
             for c in range(layout.reads)
         ]
         partial = [[] for _ in self.rows]
         for u in range(layout.subtiles):
             first = stage + (self.key0 * layout.head_dim + u * layout.side * layout.head_dim)
-            keys = [load("vector<4xi32>", self.lds, first + line, CHUNK, 3) for line in lines]
+            keys = [load("vector<4xi32>", self.lds, first + line, PIECE, 3) for line in lines]
             for i in range(layout.rows_of_wave):
                 sums = [None, None]
                 for h in range(i * parts, (i + 1) * parts):
@@ -333,7 +333,7 @@ def make(name, **facts):
 
     out = pointer(fx.BFloat16, 2) if layout.bf16 else pointer(fx.Float32, 4)
     arguments = (
-        pointer(fx.Uint8, CHUNK), pointer(fx.Uint8, CHUNK), pointer(fx.Float32, 4), pointer(fx.Float32, 4),
+        pointer(fx.Uint8, PIECE), pointer(fx.Uint8, PIECE), pointer(fx.Float32, 4), pointer(fx.Float32, 4),
         pointer(fx.Int32, 4), pointer(fx.Int32, 4), out,
         1, 1, 1, 1, fx.Int64(1), fx.Int64(1), 1, fx.Int64(1), fx.Int64(1), fx.Stream(None),
     )  # fmt: skip

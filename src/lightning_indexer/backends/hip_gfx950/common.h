@@ -19,10 +19,10 @@ typedef unsigned u32x2 __attribute__((ext_vector_type(2)));
 #define DEVICE static inline __attribute__((device, always_inline))
 #define DEVICE_MEMBER __attribute__((device, always_inline))
 
-constexpr int TILE = 32;            // keys of one matrix product
-constexpr int DIM = 128;            // channels
-constexpr int GROUPS = HEADS / 32;  // matrix products of a row and tile: GROUPS times DIM / 64
-constexpr int PAIRS = ROWS / 2;     // rows reduce, and are stored, two at a time
+constexpr int TILE = 32;             // keys of one matrix product
+constexpr int DIM = 128;             // channels
+constexpr int GROUPS = HEADS / 32;   // matrix products of a row and tile: GROUPS times DIM / 64
+constexpr int ROW_PAIRS = ROWS / 2;  // rows reduce, and are stored, two at a time
 constexpr float MINUS_INF = -__builtin_inff();
 static_assert(HEADS % 32 == 0 && HEADS > 0, "a matrix product takes 32 heads");
 static_assert(ROWS % 2 == 0, "a swap reduces two rows");
@@ -127,7 +127,7 @@ DEVICE f32x2 relu_pair(f32x2 score, float) { return relu_first(score); }
 
 // ---- Operands
 
-struct Row {
+struct QueryRow {
   i32x8 q[GROUPS][2];
   Weights weights[GROUPS];
 };
@@ -138,9 +138,9 @@ struct Keys {
 };
 
 // `slot`: which of the wave's rows it is.
-DEVICE Row load_row(const Arguments& a, long m, int slot, int lane) {
+DEVICE QueryRow load_row(const Arguments& a, long m, int slot, int lane) {
   m = m + slot < a.rows ? m + slot : a.rows - 1;
-  Row row;
+  QueryRow row;
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
     const unsigned char* q = a.q + m * a.q_stride_m + (g * 32 + lane % 32) * a.q_stride_h + lane / 32 * 16;
@@ -171,27 +171,27 @@ DEVICE f32x16 multiply(i32x8 q, i32x8 k, f32x16 sum) {
 constexpr unsigned OUT_BYTES = 0xfffffff0u, OUTSIDE = 0xffffffffu;
 
 struct Output {
-  float* pair[PAIRS];  // the first row of each pair
-  unsigned offset;     // of this lane, in bytes: its row of the pair, its column of the tile
+  float* pair[ROW_PAIRS];  // the first row of each pair
+  unsigned offset;         // of this lane, in bytes: its row of the pair, its column of the tile
 };
 
 DEVICE Output output_of(const Arguments& a, long m, int lane) {
   Output o;
 #pragma unroll
-  for (int p = 0; p < PAIRS; ++p) o.pair[p] = a.out + (m + 2 * p) * a.out_stride;
+  for (int p = 0; p < ROW_PAIRS; ++p) o.pair[p] = a.out + (m + 2 * p) * a.out_stride;
   o.offset = (unsigned)(lane / 32) * (unsigned)(a.out_stride * 4) + lane % 32 * 4;
   return o;
 }
 
 struct Logits {
-  float pair[PAIRS];
+  float pair[ROW_PAIRS];
 };
 
 // Keeps the order of instructions: the epilogue of one product lies between the issues of the two halves of the next,
 // so that matrix and vector unit work side by side, and a result is read about 20 instructions after its issue.
 DEVICE void in_order() { __builtin_amdgcn_sched_barrier(0); }
 
-DEVICE Logits score_tile(const Row (&rows)[ROWS], const Keys& keys) {
+DEVICE Logits score_tile(const QueryRow (&rows)[ROWS], const Keys& keys) {
   constexpr int PRODUCTS = ROWS * GROUPS;
   const f32x16 zero = {};
   Sums sums;
@@ -218,23 +218,23 @@ DEVICE Logits score_tile(const Row (&rows)[ROWS], const Keys& keys) {
 
   Logits logits;
 #pragma unroll
-  for (int p = 0; p < PAIRS; ++p)
+  for (int p = 0; p < ROW_PAIRS; ++p)
     // + 0 makes -0.0 into +0.0; one FMA.
     logits.pair[p] = __builtin_fmaf(sums.pair(p), keys.scale, 0.f);
   return logits;
 }
 
-// Columns [n, n + 32). All 64 lanes store; a lane that must not is given an offset that the buffer drops. The tile is in
-// the buffer's base, of 64 bits: a scalar offset would count in the 32 bits of the range check.
+// Columns [n, n + 32). All 64 lanes store; a lane that must not is given an offset that the buffer drops. The tile is
+// in the buffer's base, of 64 bits: a scalar offset would count in the 32 bits of the range check.
 DEVICE void store_tile(const Arguments& a, const Windows& w, const Output& o, Logits logits, int n, int lane) {
-  unsigned offset[PAIRS];
+  unsigned offset[ROW_PAIRS];
 #pragma unroll
-  for (int p = 0; p < PAIRS; ++p) offset[p] = o.offset;
+  for (int p = 0; p < ROW_PAIRS; ++p) offset[p] = o.offset;
   if (n < w.whole.first || n + TILE > w.whole.last) {
     const int column = n + lane % 32;
     const bool second = lane >= 32;
 #pragma unroll
-    for (int p = 0; p < PAIRS; ++p) {
+    for (int p = 0; p < ROW_PAIRS; ++p) {
       const int first = second ? w.row[2 * p + 1].first : w.row[2 * p].first;
       const int last = second ? w.row[2 * p + 1].last : w.row[2 * p].last;
       const bool inside = column >= first && column < last;
@@ -244,7 +244,7 @@ DEVICE void store_tile(const Arguments& a, const Windows& w, const Output& o, Lo
     }
   }
 #pragma unroll
-  for (int p = 0; p < PAIRS; ++p)
+  for (int p = 0; p < ROW_PAIRS; ++p)
     __builtin_amdgcn_raw_buffer_store_b32(__builtin_bit_cast(int, logits.pair[p]), buffer(o.pair[p] + n, OUT_BYTES),
                                           offset[p], 0, 0);
 }

@@ -50,7 +50,7 @@ extern "C"
   int tile = first + worker;
   if (tile < stop) {
     Keys even = load_keys(a, tile, seen.last, lane);
-    Row block_rows[ROWS];
+    QueryRow block_rows[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) block_rows[r] = load_row(a, windows.m, r, lane);
     const Output to = output_of(a, windows.m, lane);

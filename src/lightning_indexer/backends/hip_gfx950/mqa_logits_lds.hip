@@ -62,12 +62,12 @@ DEVICE Keys read_keys(const Lds* stage, int tile, float scale, int lane) {
 // the copies are older.
 DEVICE void next_stage() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
-  __builtin_amdgcn_s_waitcnt(0x0f70 | (2 * PAIRS & 15));  // vmcnt(2 * PAIRS)
+  __builtin_amdgcn_s_waitcnt(0x0f70 | (2 * ROW_PAIRS & 15));  // vmcnt(2 * ROW_PAIRS)
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
 
-DEVICE void score_stage(const Arguments& a, const Windows& w, const Output& to, const Row (&rows)[ROWS],
+DEVICE void score_stage(const Arguments& a, const Windows& w, const Output& to, const QueryRow (&rows)[ROWS],
                         const Lds* keys, const float (&scale)[2], int stage, int lane) {
 #pragma unroll
   for (int t = 0; t < 2; ++t)
@@ -102,7 +102,7 @@ extern "C"
     float even_scale[2], odd_scale[2];
     copy_stage(a, stage, seen.last, even_stage, wave, lane);
     load_scales(a, stage, seen.last, even_scale, lane);
-    Row wave_rows[ROWS];
+    QueryRow wave_rows[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) wave_rows[r] = load_row(a, windows.m, r, lane);
     const Output to = output_of(a, windows.m, lane);

@@ -8,7 +8,7 @@
 
 typedef __bf16 bf16x2 __attribute__((ext_vector_type(2)));
 typedef __bf16 bf16x8 __attribute__((ext_vector_type(8)));
-static_assert(PAIRS <= 4, "registers 0-3 of the result hold a pair each");
+static_assert(ROW_PAIRS <= 4, "registers 0-3 of the result hold a pair each");
 
 struct Weights {
   bf16x8 part[2];

@@ -17,6 +17,7 @@ from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProble
 
 HEADS = (8, 16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
+# Chunks are at most 2^14 columns, so that the end of the last one, and what a pipeline looks ahead, stay int32.
 MAX_POSITION = 2**31 - 2**14
 
 
@@ -49,15 +50,13 @@ class Launch:
     """The kernel for one problem and one tile config; called with the tensors, it runs on the current stream."""
 
     def __init__(self, problem: MqaLogitsProblem, arch: Arch, config: TileConfig) -> None:
-        self.arch = arch
+        self.arch, self.block = arch, config.block
         self.sizes = (problem.rows, problem.keys, problem.width, config.chunk)
         self.grid = (problem.rows * -(-problem.width // config.chunk), 1, 1)
         self.widen = arch.fp8 == "none"
         self.constants = constants(problem, config, self.widen)
         self.options = options(config, arch)
-        # Compiled kernels by what Triton specialises on beside addresses and strides, which all lie on 16: the device,
-        # and for AMD which tensors lie within 2 GiB, where buffer instructions reach.
-        self.compiled: dict[object, Any] = {}
+        self.compiled: dict[object, Any] = {}  # by what `_key` says
 
     def __call__(self, call: MqaLogitsCall) -> None:
         from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel
@@ -67,19 +66,15 @@ class Launch:
         if device.type == "cpu" and simulates(self.arch):
             self._simulate(arguments)
             return
+        key = self._key(arguments)
         with device_guard(device):
-            if not self._aligned(arguments):
-                with triton_amd.repaired(self.arch.name):
-                    fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
-                return
-            key: object = device if self.arch.vendor != "amd" else (device, *map(within_2gib, arguments[:7]))
-            if (compiled := self.compiled.get(key)) is not None:
+            if key is not None and (compiled := self.compiled.get(key)) is not None:
                 # Half the host time of the line below, which looks at every argument to find the same kernel.
                 compiled[self.grid](*arguments, *self.constants.values())
             else:
                 with triton_amd.repaired(self.arch.name):
                     compiled = fp8_mqa_logits_kernel[self.grid](*arguments, **self.constants, **self.options)
-                if compiled is not None:  # the interpreter has nothing to keep
+                if key is not None and compiled is not None:  # the interpreter has nothing to keep
                     self.compiled[key] = compiled
 
     def arguments(self, call: MqaLogitsCall) -> tuple[Any, ...]:
@@ -88,6 +83,9 @@ class Launch:
         out = call.result
         if self.widen:
             q, k = q.view(torch.uint8), k.view(torch.uint8)
+        # Offsets in a tile of keys have the bits of the stride: 32 up to here.
+        if k.shape[0] > 1 and 2**31 // self.block <= k.stride(0) < 2**31:
+            k = k.contiguous()
         strides = (q.stride(0), q.stride(1), k.stride(0), weights.stride(0), out.stride(0))
         return (q, k, kv_scale, weights, ks, ke, out, *self.sizes, *strides)
 
@@ -104,18 +102,30 @@ class Launch:
     def _simulate(self, arguments: tuple[Any, ...]) -> None:
         from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel as kernel
 
-        built = self.build(arguments)
+        key = self._key(arguments)
+        if key is None or (built := self.compiled.get(key)) is None:
+            built = self.build(arguments)
+            if key is not None:
+                self.compiled[key] = built
         values = dict(zip(kernel.arg_names, arguments, strict=False))
         given = [values[name] for name in built.argument_names]
         block = self.arch.wave * self.options["num_warps"]
         launcher_for(torch.device("cpu")).launch(built, self.grid, block, given, outputs=("out_ptr",))
 
-    def _aligned(self, arguments: tuple[Any, ...]) -> bool:
-        addresses = self.sizes[2]
+    def _key(self, arguments: tuple[Any, ...]) -> object | None:
+        """What Triton specialises on that differs between calls of one problem; None where only Triton can tell.
+
+        Where addresses and strides all lie on 16: the device, and for AMD which tensors lie within 2 GiB, where buffer
+        instructions reach.
+        """
+        bits = self.sizes[2]
         for tensor in arguments[:7]:
-            addresses |= tensor.data_ptr()
+            bits |= tensor.data_ptr()
         strides = arguments[11] | arguments[12] | arguments[13] | arguments[14] | arguments[15]
-        return not (addresses | strides) & 15 and strides < 2**31
+        if (bits | strides) & 15 or strides >= 2**31:
+            return None
+        device = arguments[0].device
+        return device if self.arch.vendor != "amd" else (device, *map(within_2gib, arguments[:7]))
 
 
 def constants(problem: MqaLogitsProblem, config: TileConfig, widen: bool) -> dict[str, Any]:

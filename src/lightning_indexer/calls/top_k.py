@@ -1,0 +1,266 @@
+"""``top_k_per_row``: the public call, and its custom operators ``lightning_indexer::top_k_per_row`` and ``_out``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from lightning_indexer import envs
+from lightning_indexer.arch import arch_of, assumed
+from lightning_indexer.calls import common
+from lightning_indexer.problems.top_k import (
+    OPERATION,
+    IndexBase,
+    Order,
+    Tie,
+    TopKArguments,
+    TopKCall,
+    TopKProblem,
+    problem_of,
+    validate,
+)
+from lightning_indexer.selection import registry
+
+
+def top_k_per_row(
+    logits: torch.Tensor,
+    k: int,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    *,
+    index_base: IndexBase = "row",
+    offsets: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    page_size: int | None = None,
+    order: Order = "index",
+    tie: Tie = "smaller",
+    values: torch.Tensor | bool | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The k best positions of each row: what sparse attention reads after the indexer has scored.
+
+    Candidates of row m are the positions ``[row_starts[m], row_ends[m])`` clamped to ``[0, W]``. One total order
+    decides: score descending, then index ascending. NaN is no candidate; ``-inf`` inside the window comes last; -0.0
+    equals +0.0. The result is exact on every input, a function of the row's values alone, and nothing is read back
+    to the host. docs/semantics.md states every edge case.
+
+    Source: DeepSeek-V3.2 technical report, section 2.1, the top-k selector.
+
+    Args:
+        logits: [M, W] float32, bfloat16 or float16, last dimension contiguous, any row stride. Compressed logits
+            (column j of row m is position ``ks[m] + j``) are rows that start at 0 and end at ``ke - ks``.
+        k: 1 to 4096.
+        row_starts: [M] or [M, 1] int32, first candidate of each row, any value; None: 0.
+        row_ends: likewise, end (exclusive); ``end <= start`` is an empty row; None: W.
+        index_base: what an index counts from, where ``start`` is the row's clamped start: ``"row"``: position - start.
+            ``"absolute"``: position. ``"offset"``: position - start + offsets[m]. ``"page"``: with
+            r = position - start, ``page_table[m, r // page_size] * page_size + r % page_size``.
+        offsets: [M] or [M, 1] int32, with ``index_base="offset"``.
+        page_table: [M, pages] int32, last dimension contiguous, with ``index_base="page"``; entries of pages that no
+            selected position lies in are not read.
+        page_size: positions of a page, with ``page_table``.
+        order: of a row's indices: ``"index"`` ascending position, ``"score"`` the total order, ``"any"`` unspecified.
+        tie: ``"larger"`` reverses the order of equal scores: the larger index is the better one.
+        values: True returns the scores too, float32 in the order of the indices; a tensor, [M, k] float32, takes them.
+            The sign of a zero among them is unspecified.
+        out: [M, k] int32 to write into, last dimension contiguous, any row stride of at least k.
+        workspace: uint8 [bytes] on a 16-byte boundary, of at least :func:`top_k_workspace_bytes`; None allocates.
+            What it holds before and after means nothing; calls that may overlap need one each.
+        backend: run this backend or raise; None lets the library (or ``LIGHTNING_INDEXER_BACKEND``) choose.
+
+    Returns:
+        Indices [M, k] int32, every slot written, ``-1`` behind the last where a row has fewer than k candidates; with
+        ``values``, the pair of them and the scores [M, k] float32, ``-inf`` there. Not differentiable: logits that
+        require grad are warned of once.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, what came and what was expected. Int64 starts and
+            ends are refused, as a conversion would cost a launch each.
+        BackendUnavailableError: the backend asked for cannot run this call.
+        NotImplementedError: an operand of ``torch.func``'s transforms, a tangent, or ``torch.jit.trace``.
+    """
+    call = TopKArguments(
+        logits, k, row_starts, row_ends, index_base, offsets, page_table, page_size, order, tie, values, out, workspace,
+        backend,
+    )  # fmt: skip
+    if torch.compiler.is_compiling() or _dispatch_modes() or common.needs_operator(_tensors(call)):
+        return _through_operator(call)
+    return _run(call)
+
+
+def top_k_workspace_bytes(problem: TopKProblem, device: torch.device | str, backend: str | None = None) -> int:
+    """Bytes of ``workspace`` that a call of this problem on this device uses.
+
+    Raises:
+        As :func:`top_k_per_row`.
+    """
+    device = torch.device(device)
+    prepared = registry.prepare(problem, arch_of(device), backend, device)
+    return _workspace_bytes(prepared.run)
+
+
+class _Plan(NamedTuple):
+    """What a call comes to, from its facts alone.
+
+    ``run`` is None where there is nothing to write; ``normal`` is False where arguments have to be converted first.
+    """
+
+    run: registry.Run | None
+    workspace_bytes: int
+    normal: bool
+
+
+def _run(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    logits, values, workspace = call.logits, call.values, call.workspace
+    try:
+        facts = (
+            OPERATION, logits.shape, logits.stride(), logits.dtype, logits.device, logits.is_neg(),
+            *map(_facts_of, call[2:4]), call.index_base, *map(_facts_of, call[5:7]), call.page_size, call.order,
+            call.tie, values if isinstance(values, (bool, type(None))) else _facts_of(values), _facts_of(call.out),
+            _facts_of(workspace), type(call.k), call.k, call.backend,
+            logits.data_ptr() & 15, envs.selection(), assumed(),
+        )  # fmt: skip
+        plan = common.PLANS.get(facts)
+    except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
+        plan = facts = None
+    if _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0:
+        common.refuse(OPERATION, _tensors(call))
+    if torch.is_grad_enabled() and getattr(logits, "requires_grad", False):
+        common.warn_of_gradients(OPERATION)
+    if plan is None:
+        checked = validate(call)
+        problem, device = problem_of(checked), logits.device
+        prepared = registry.prepare(problem, arch_of(device), call.backend, device)
+        normal = all(one is other for one, other in zip(_tensors(call), _tensors(checked), strict=True))
+        plan = _Plan(prepared.run if problem.rows else None, _workspace_bytes(prepared.run), normal)
+        if facts is not None and prepared.settled:
+            common.keep(facts, plan)
+    if not plan.normal:
+        call = validate(call)
+    shape, device = (call.logits.shape[0], call.k), call.logits.device
+    indices = torch.empty(shape, dtype=torch.int32, device=device) if call.out is None else call.out
+    scores = values if isinstance(values, torch.Tensor) else None
+    if values is True:
+        scores = torch.empty(shape, dtype=torch.float32, device=device)
+    if plan.run is not None:
+        workspace = _workspace(workspace, plan.workspace_bytes, device)
+        plan.run(
+            TopKCall(
+                call.logits, call.row_starts, call.row_ends, call.offsets, call.page_table, indices, scores, workspace
+            )
+        )
+    return indices if scores is None else (indices, scores)
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+
+
+def _facts_of(tensor: torch.Tensor | None) -> object:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg())
+
+
+def _tensors(call: TopKArguments) -> list[torch.Tensor]:
+    return [argument for argument in call if isinstance(argument, torch.Tensor)]
+
+
+def _workspace_bytes(run: registry.Run) -> int:
+    return int(getattr(run, "workspace_bytes", 0))
+
+
+def _workspace(given: torch.Tensor | None, needed: int, device: torch.device) -> torch.Tensor | None:
+    if given is None:
+        return torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
+    if given.numel() < needed:
+        raise ValueError(f"workspace: got {given.numel()} bytes, expected at least {needed} for this call")
+    if needed and given.data_ptr() & 15:
+        raise ValueError("workspace: got an address off a 16-byte boundary, expected one on it")
+    return given
+
+
+# The operators: their schemas are the one other place where the arguments are spelled.
+
+
+@torch.library.custom_op("lightning_indexer::top_k_per_row", mutates_args=())
+def _operator(
+    logits: torch.Tensor,
+    k: int,
+    row_starts: torch.Tensor | None,
+    row_ends: torch.Tensor | None,
+    index_base: str,
+    offsets: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    page_size: int | None,
+    order: str,
+    tie: str,
+    values: bool,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Without values the second result is empty.
+    indices, scores = _empty(logits, k, values)
+    _operator_out(
+        logits, k, row_starts, row_ends, index_base, offsets, page_table, page_size, order, tie,
+        scores if values else None, indices, None, backend,
+    )  # fmt: skip
+    return indices, scores
+
+
+@torch.library.custom_op("lightning_indexer::top_k_per_row_out", mutates_args=("values", "out", "workspace"))
+def _operator_out(
+    logits: torch.Tensor,
+    k: int,
+    row_starts: torch.Tensor | None,
+    row_ends: torch.Tensor | None,
+    index_base: str,
+    offsets: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    page_size: int | None,
+    order: str,
+    tie: str,
+    values: torch.Tensor | None,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+    backend: str | None,
+) -> None:
+    _run(
+        TopKArguments(
+            logits, k, row_starts, row_ends, index_base, offsets, page_table, page_size, order, tie, values, out,
+            workspace, backend,
+        )
+    )  # fmt: skip
+
+
+@_operator.register_fake
+def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *given, values, backend = arguments
+    call = validate(TopKArguments._make((*given, values, None, None, backend)))
+    return _empty(call.logits, call.k, values)
+
+
+@_operator_out.register_fake
+def _(*arguments: Any) -> None:
+    validate(TopKArguments._make(arguments))
+
+
+def _empty(logits: torch.Tensor, k: int, values: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (logits.shape[0], k)
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape if values else (0,), dtype=torch.float32)
+
+
+def _through_operator(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    if not torch.compiler.is_compiling():
+        common.refuse(OPERATION, _tensors(call))
+    with torch.no_grad():
+        if call.out is None and call.workspace is None and not isinstance(call.values, torch.Tensor):
+            indices, scores = _operator(*call[:10], call.values is True, call.backend)
+            return (indices, scores) if call.values is True else indices
+        new_indices, new_scores = _empty(call.logits, call.k, call.values is True)
+        out = new_indices if call.out is None else call.out
+        values = call.values if isinstance(call.values, torch.Tensor) else new_scores if call.values is True else None
+        _operator_out(*call[:10], values, out, call.workspace, call.backend)
+        return out if values is None else (out, values)
