@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from lightning_indexer import envs, fp8
-from lightning_indexer.arch import Arch, arch_of, assumed
+from lightning_indexer.arch import _ASSUMED, Arch, arch_of
 from lightning_indexer.calls import common, sharded
 from lightning_indexer.problems.mqa_logits import (
     OPERATION,
@@ -68,7 +68,7 @@ def fp8_mqa_logits(
         BackendUnavailableError: the backend asked for cannot run this call.
         NotImplementedError: an operand of ``torch.func``'s transforms, a tangent, or ``torch.jit.trace``.
     """
-    if isinstance(kv, torch.Tensor):
+    if type(kv) is not tuple and isinstance(kv, torch.Tensor):
         raise TypeError("kv: got one tensor, expected the pair (k, kv_scale)")
     try:
         k, kv_scale = kv
@@ -90,9 +90,9 @@ def fp8_mqa_logits(
     # do, plan once.
     try:
         facts = (
-            q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype,
+            q.shape, q.is_contiguous() or q.stride(), q.dtype, k.shape, k.is_contiguous() or k.stride(), k.dtype,
             kv_scale.shape, kv_scale.is_contiguous(), kv_scale.dtype, kv_scale.is_neg(),
-            weights.shape, weights.stride(), weights.dtype, weights.is_neg(),
+            weights.shape, weights.is_contiguous() or weights.stride(), weights.dtype, weights.is_neg(),
             ks.shape, ks.is_contiguous(), ks.dtype, ke.shape, ke.is_contiguous(), ke.dtype,
             # PyTorch has one kind of accelerator, whose devices are told apart by their index; it is -1 elsewhere.
             q.get_device(), k.get_device(), kv_scale.get_device(), weights.get_device(),
@@ -100,7 +100,7 @@ def fp8_mqa_logits(
             None if q.is_cuda else (q.device, k.device, kv_scale.device, weights.device, ks.device, ke.device),
             None if out is None else (out.shape, out.stride(), out.dtype, out.device),
             clean_logits.__class__, clean_logits, max_seqlen_k.__class__, max_seqlen_k, out_dtype, backend,
-            (q.data_ptr() | k.data_ptr()) & 15, _selection(), _assumed(),
+            (q.data_ptr() | k.data_ptr()) & 15, None if _unset(_NAMES) else _selection(), _assumed(),
         )  # fmt: skip
         plan = _PLANS.get(facts)
     except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
@@ -157,11 +157,12 @@ def _converted(call: MqaLogitsCall, plan: _Plan) -> MqaLogitsCall:
 # Each call asks these; a global is found in less time than an attribute of a module.
 _PLANS = common.PLANS
 _Tensor, _empty_strided = torch.Tensor, torch.empty_strided
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+# Dynamo reads this one as True. What else traces, torch.export's second way too, gives fake tensors.
+_is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
-_selection, _assumed = envs.selection, assumed
+_selection, _unset, _NAMES, _assumed = envs.selection, envs.VARIABLES.isdisjoint, envs.SELECTION, _ASSUMED.get
 
 # What calling the class does, in a third of the time.
 _record: Callable[[Iterable[Any]], MqaLogitsCall] = functools.partial(tuple.__new__, MqaLogitsCall)
