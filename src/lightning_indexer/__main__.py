@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -13,6 +14,10 @@ def main() -> None:
         if error.name is None or error.name.split(".")[0] not in ("typer", "rich", "click"):
             raise
         sys.exit(f"lightning-indexer: the command line needs {error.name}: pip install 'lightning-indexer[cli]'")
+    for stream in (sys.stdout, sys.stderr):
+        # An ASCII stream (LANG=C) takes no "…": a mark in its place is better than no text.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
     app(prog_name="lightning-indexer")
 
 

@@ -12,9 +12,11 @@ Planning is plain Python on lengths; only :meth:`Chunk.windows` makes tensors.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +29,8 @@ _REQUEST_FORM = re.compile(r"([0-9]+):([0-9]+)")
 @dataclass(frozen=True, slots=True)
 class Request:
     """Lengths of one request, in tokens.
+
+    Lengths may be given as NumPy's integers or as tensors of one element, which are read back; they are kept as ints.
 
     Attributes:
         context: tokens already in the KV cache before this step.
@@ -41,8 +45,8 @@ class Request:
     new: int
 
     def __post_init__(self) -> None:
-        _check_int("context", self.context, 0)
-        _check_int("new", self.new, 0)
+        object.__setattr__(self, "context", _as_int("context", self.context, 0))
+        object.__setattr__(self, "new", _as_int("new", self.new, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,7 @@ class Chunk:
 
 
 def plan_chunks(
-    requests: Sequence[Request | tuple[int, int]],
+    requests: Sequence[Request | tuple[int, int]] | torch.Tensor | Any,
     *,
     max_logits_bytes: int = 512 * 2**20,
     max_gather_keys: int | None = None,
@@ -156,7 +160,8 @@ def plan_chunks(
     Source: the chunking behind vLLM's ``VLLM_SPARSE_INDEXER_MAX_LOGITS_MB``.
 
     Args:
-        requests: :class:`Request` or ``(context, new)``, in the order of their rows in the packed q.
+        requests: :class:`Request` or ``(context, new)``, in the order of their rows in the packed q; or a tensor or
+            NumPy array [requests, 2] of integers, which is read back once.
         max_logits_bytes: budget for the logits of one chunk, in bytes.
         max_gather_keys: rows of the gather workspace; None sets no limit below 2**31 - 1, which int32 windows need.
         compress_ratio: tokens that share one key.
@@ -170,11 +175,11 @@ def plan_chunks(
         ValueError: a negative length; a budget or ratio below 1; ``bytes_per_logit`` other than 2 or 4; a request whose
             keys pass ``max_gather_keys`` or 2**31 - 1, or whose single row of logits passes ``max_logits_bytes``.
     """
-    _check_int("max_logits_bytes", max_logits_bytes, 1)
+    max_logits_bytes = _as_int("max_logits_bytes", max_logits_bytes, 1)
     if max_gather_keys is not None:
-        _check_int("max_gather_keys", max_gather_keys, 1)
-    _check_int("compress_ratio", compress_ratio, 1)
-    _check_int("bytes_per_logit", bytes_per_logit, 1)
+        max_gather_keys = _as_int("max_gather_keys", max_gather_keys, 1)
+    compress_ratio = _as_int("compress_ratio", compress_ratio, 1)
+    bytes_per_logit = _as_int("bytes_per_logit", bytes_per_logit, 1)
     if bytes_per_logit not in (2, 4):
         raise ValueError(f"bytes_per_logit: got {bytes_per_logit}, expected 2 (bfloat16) or 4 (float32)")
     key_budget = MAX_KEYS if max_gather_keys is None else min(max_gather_keys, MAX_KEYS)
@@ -192,7 +197,7 @@ def plan_chunks(
             pending.clear()
             pending_rows = pending_keys = 0
 
-    for index, item in enumerate(requests):
+    for index, item in enumerate(_as_pairs(requests)):
         request = _as_request(index, item)
         if request.new == 0:
             continue
@@ -246,10 +251,24 @@ def parse_requests(text: str) -> list[Request]:
     return parsed
 
 
-def _as_request(index: int, item: Request | tuple[int, int]) -> Request:
+def _as_pairs(requests: Any) -> Sequence[Any]:
+    """A list of lengths out of a tensor or an array; anything else as it is."""
+    if not hasattr(requests, "tolist"):
+        return requests  # type: ignore[no-any-return]
+    shape, dtype = list(requests.shape), str(requests.dtype)
+    if len(shape) != 2 or shape[1] != 2:
+        raise ValueError(f"requests: got shape {shape}, expected [requests, 2], each row (context, new)")
+    if "int" not in dtype:
+        raise TypeError(f"requests: got dtype {dtype}, expected integers")
+    return [tuple(pair) for pair in requests.tolist()]
+
+
+def _as_request(index: int, item: Any) -> Request:
     if isinstance(item, Request):
         return item
-    if not isinstance(item, tuple) or len(item) != 2:
+    if hasattr(item, "tolist") and list(item.shape) == [2]:
+        item = tuple(item)
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise TypeError(f"requests[{index}]: got {item!r}, expected a Request or a (context, new) tuple")
     try:
         return Request(*item)
@@ -257,8 +276,14 @@ def _as_request(index: int, item: Request | tuple[int, int]) -> Request:
         raise type(error)(f"requests[{index}].{error}") from None
 
 
-def _check_int(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an int")
-    if value < least:
-        raise ValueError(f"{name}: got {value}, expected an int of at least {least}")
+def _as_int(name: str, value: Any, least: int) -> int:
+    """The int that an int, an integer of NumPy's or an integer tensor of one element stands for; a bool is none."""
+    try:
+        if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an int") from None
+    if number < least:
+        raise ValueError(f"{name}: got {number}, expected an int of at least {least}")
+    return number

@@ -12,7 +12,7 @@ from typing import Any
 
 KNOWN: dict[str, str] = {
     "LIGHTNING_INDEXER_BACKEND": "run this backend for calls that name none (see `lightning-indexer info`)",
-    "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch; on the CPU, CDNA3 and CDNA4 are simulated",
+    "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch; on the CPU, AMD archs that can be are simulated",
     "LIGHTNING_INDEXER_CACHE_DIR": "keep compiled kernels here (default ~/.cache/lightning-indexer)",
     "LIGHTNING_INDEXER_TRUST_CACHE": "1: load compiled kernels that other users may have written (default 0)",
     "LIGHTNING_INDEXER_KERNELS": "0: calls that name no backend run torch-blocked, on every device (default 1)",
@@ -105,7 +105,7 @@ def triton_interprets() -> bool:
 
 # What os.environ itself keeps: each call of the library reads these names, and a look-up here costs a tenth.
 _RAW: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_SELECTION: tuple[Any, ...] = (
+SELECTION: tuple[Any, ...] = (
     "LIGHTNING_INDEXER_BACKEND",
     "LIGHTNING_INDEXER_ARCH",
     "LIGHTNING_INDEXER_KERNELS",
@@ -113,12 +113,14 @@ _SELECTION: tuple[Any, ...] = (
     "TRITON_INTERPRET",
 )
 if _RAW is not os.environ and os.supports_bytes_environ:
-    _SELECTION = tuple(os.fsencode(name) for name in _SELECTION)
+    SELECTION = tuple(os.fsencode(name) for name in SELECTION)
+# The names that are set, as they are at any time: most often none of SELECTION is among them.
+VARIABLES = _RAW.keys()
 
 
 def selection() -> tuple[object, ...]:
     """Everything in the environment that the choice of a backend reads, unparsed: a key for what was chosen."""
-    backend, arch, kernels, check, interpret = _SELECTION
+    backend, arch, kernels, check, interpret = SELECTION
     get = _RAW.get
     return get(backend), get(arch), get(kernels), get(check), get(interpret)
 

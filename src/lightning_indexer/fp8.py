@@ -96,6 +96,41 @@ def dequantize_k(k_fp8: torch.Tensor, kv_scale: torch.Tensor) -> torch.Tensor:
     return k_fp8.to(torch.float32) * column
 
 
+def decode_ue8m0(scale: torch.Tensor) -> torch.Tensor:
+    """The float32 scales that UE8M0 bytes stand for: byte b is 2^(b - 127), and 255 is NaN.
+
+    Args:
+        scale: one byte a key: uint8 or float8_e8m0fnu [N] or [N, 1]; or four bytes a key, as DeepGEMM keeps them for
+            rows of 128 channels in blocks of 32: [N, 4] of those dtypes, or int32 [N] or [N, 1], four bytes in each.
+
+    Returns:
+        [N] float32, contiguous, as ``kv_scale`` has to be.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, or a row whose four bytes differ: its channels have no common scale, and no single
+            ``kv_scale`` stands for it. The bytes are compared on the device, and the result is awaited.
+    """
+    e8m0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
+    _check_tensor("scale", scale, (torch.uint8, e8m0, torch.int32))
+    packed = scale.dtype is torch.int32
+    columns = scale[:, None] if scale.dim() == 1 else scale
+    if columns.dim() != 2 or columns.shape[1] not in ((1,) if packed else (1, 4)):
+        expected = "[N] or [N, 1]" if packed else "[N], [N, 1] or [N, 4]"
+        raise ValueError(f"scale: got shape {list(scale.shape)} of {scale.dtype}, expected {expected}")
+    codes = columns.contiguous().view(torch.uint8)
+    first = codes[:, :1]
+    if codes.shape[1] > 1 and bool((differs := (codes != first).any(dim=1)).any()):
+        row = int(differs.nonzero()[0])
+        raise ValueError(
+            f"scale: got bytes {codes[row].tolist()} for key {row}, expected four equal ones: a key has one scale here"
+        )
+    # An exponent of 0 is the subnormal 2^-127, one of 255 with a mantissa NaN.
+    exponent = first[:, 0].to(torch.int32)
+    bits = torch.where(exponent == 0, 0x00400000, exponent << 23)
+    return torch.where(exponent == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
+
+
 def quantize_q(q: torch.Tensor) -> torch.Tensor:
     """Casts q to float8_e4m3fn, saturating at ±448. There is no scale.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -332,3 +333,56 @@ def test_parse_requests_quotes_the_item_it_cannot_read(item):
     with pytest.raises(ValueError, match="CONTEXT:NEW") as caught:
         parse_requests(f"0:1,{item},2:3")
     assert f"got {item!r}" in str(caught.value)
+
+
+# Lengths as other libraries have them
+
+
+@pytest.mark.parametrize("make", [np.int32, np.int64, np.uint16, torch.tensor, lambda n: torch.tensor([n]), np.array])
+def test_lengths_of_other_types(make):
+    request = Request(make(5), make(2))
+    assert request == Request(5, 2)
+    assert type(request.context) is type(request.new) is int
+    expected = plan_chunks([(5, 2), (0, 3)], max_logits_bytes=80, max_gather_keys=9, bytes_per_logit=4)
+    assert plan_chunks(
+        [(make(5), make(2)), (make(0), make(3))], max_logits_bytes=make(80), max_gather_keys=make(9)
+    ) == (expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_requests_as_a_tensor_or_an_array(dtype):
+    pairs = torch.tensor([[5, 2], [9, 0], [0, 3]], dtype=dtype)
+    expected = plan_chunks([(5, 2), (9, 0), (0, 3)])
+    for requests in (pairs, pairs.numpy(), list(pairs), list(pairs.numpy()), pairs.tolist()):
+        assert plan_chunks(requests) == expected
+    assert plan_chunks(pairs[:0]) == []
+    contexts, new = pairs.unbind(1)
+    assert plan_chunks(list(zip(contexts, new, strict=True))) == expected
+
+
+@pytest.mark.parametrize(
+    ("requests", "error", "message"),
+    [
+        (torch.zeros(3, dtype=torch.int32), ValueError, r"^requests: got shape \[3\], expected \[requests, 2\]"),
+        (np.zeros((2, 3), dtype=int), ValueError, r"^requests: got shape \[2, 3\], expected \[requests, 2\]"),
+        (torch.zeros(3, 2), TypeError, "^requests: got dtype torch.float32, expected integers"),
+        (np.zeros((3, 2), dtype=bool), TypeError, "^requests: got dtype bool, expected integers"),
+        (
+            [(np.float32(4), 1)],
+            TypeError,
+            r"^requests\[0\]\.context: got np.float32\(4.0\) of type float32, expected an int",
+        ),
+        (
+            [(torch.tensor(4.0), 1)],
+            TypeError,
+            r"^requests\[0\]\.context: got tensor\(4\.\) of type Tensor, expected an int",
+        ),
+        ([(torch.tensor([4, 4]), 1)], TypeError, r"^requests\[0\]\.context: got tensor\(\[4, 4\]\) of type Tensor"),
+        ([(torch.tensor(True), 1)], TypeError, r"^requests\[0\]\.context: got tensor\(True\) of type Tensor"),
+        ([(np.bool_(True), 1)], TypeError, r"^requests\[0\]\.context: got .*True.* of type bool"),
+        (torch.tensor([[-1, 1]]), ValueError, r"^requests\[0\]\.context: got -1, expected an int of at least 0"),
+    ],
+)
+def test_requests_of_other_types_are_refused(requests, error, message):
+    with pytest.raises(error, match=message):
+        plan_chunks(requests)

@@ -13,6 +13,7 @@ from lightning_indexer.fp8 import (
     E4M3FNUZ_MAX,
     FN_AS_FNUZ_FACTOR,
     FP8_DTYPES,
+    decode_ue8m0,
     dequantize_k,
     fn_to_fnuz,
     quantize_k,
@@ -370,3 +371,81 @@ def test_compiled_without_graph_breaks():
     quantize = torch.compile(quantize_k, backend="aot_eager", fullgraph=True)
     for result, expected in zip(quantize(k, scale_format="ue8m0"), quantize_k(k, scale_format="ue8m0"), strict=True):
         assert torch.equal(codes_of(result), codes_of(expected))
+
+
+# UE8M0 scales
+
+
+def values_of_all_bytes() -> torch.Tensor:
+    values = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(-127, 129)).float()
+    values[255] = float("nan")
+    return values
+
+
+ALL_BYTES = torch.arange(256, dtype=torch.uint8)
+UE8M0_FORMS = {
+    "uint8": ALL_BYTES,
+    "uint8 column": ALL_BYTES[:, None],
+    "e8m0": ALL_BYTES.view(torch.float8_e8m0fnu),
+    "four equal bytes": ALL_BYTES[:, None].expand(-1, 4),
+    "four equal e8m0": ALL_BYTES[:, None].repeat(1, 4).view(torch.float8_e8m0fnu),
+    "int32": ALL_BYTES[:, None].repeat(1, 4).view(torch.int32)[:, 0],
+    "int32 column": ALL_BYTES[:, None].repeat(1, 4).view(torch.int32),
+    "strided": ALL_BYTES[:, None].repeat(1, 12)[:, ::3],
+    "strided int32": ALL_BYTES[:, None].repeat(1, 8).view(torch.int32)[:, 1],
+}
+
+
+@pytest.mark.parametrize("form", UE8M0_FORMS)
+def test_ue8m0_of_all_bytes(form):
+    decoded = decode_ue8m0(UE8M0_FORMS[form])
+    assert decoded.dtype is torch.float32
+    assert decoded.shape == (256,)
+    assert decoded.is_contiguous()
+    assert torch.equal(decoded.view(torch.int32)[:255], values_of_all_bytes().view(torch.int32)[:255])
+    assert decoded[255].isnan()
+    # As PyTorch reads the dtype.
+    assert torch.equal(decoded[1:255], ALL_BYTES.view(torch.float8_e8m0fnu).float()[1:255])
+
+
+def test_ue8m0_of_no_keys():
+    for scale in (ALL_BYTES[:0], ALL_BYTES[:0, None].expand(-1, 4), torch.empty(0, dtype=torch.int32)):
+        assert decode_ue8m0(scale).shape == (0,)
+
+
+def test_ue8m0_round_trip():
+    _, kv_scale = quantize_k(torch.randn(50, 32), scale_format="ue8m0")
+    codes = (kv_scale.view(torch.int32) >> 23).to(torch.uint8)
+    assert torch.equal(decode_ue8m0(codes), kv_scale)
+
+
+def test_ue8m0_bytes_that_differ_are_refused():
+    bytes_of = torch.full((5, 4), 120, dtype=torch.uint8)
+    bytes_of[3, 2] = 121
+    message = r"^scale: got bytes \[120, 120, 121, 120\] for key 3, expected four equal ones"
+    for scale in (bytes_of, bytes_of.view(torch.float8_e8m0fnu), bytes_of.view(torch.int32)[:, 0]):
+        with pytest.raises(ValueError, match=message):
+            decode_ue8m0(scale)
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "message"),
+    [
+        ([1], TypeError, "^scale: got list, expected a torch.Tensor"),
+        (torch.ones(4), TypeError, "^scale: got dtype torch.float32, expected torch.uint8 or torch.float8_e8m0fnu or"),
+        (ALL_BYTES.view(64, 2, 2), ValueError, r"^scale: got shape \[64, 2, 2\] of torch.uint8, expected \[N\], "),
+        (
+            ALL_BYTES.view(128, 2),
+            ValueError,
+            r"^scale: got shape \[128, 2\] of torch.uint8, expected \[N\], \[N, 1\] or",
+        ),
+        (
+            torch.ones(8, 4, dtype=torch.int32),
+            ValueError,
+            r"^scale: got shape \[8, 4\] of torch.int32, expected \[N\] or",
+        ),
+    ],
+)
+def test_ue8m0_of_other_forms_is_refused(scale, error, message):
+    with pytest.raises(error, match=message):
+        decode_ue8m0(scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,7 +36,7 @@ def test_signatures_are_those_of_the_peers():
     window = ["cu_seq_len_k_start", "cu_seq_len_k_end"]
     assert names(deep_gemm.fp8_mqa_logits) == ["q", "kv", "weights", *window, "clean_logits", "max_seqlen_k"]
     assert names(deep_gemm.fp8_fp4_mqa_logits) == [
-        "q", "kv", "weights", *window, "max_seqlen_k", "schedule_meta", "logits_dtype",
+        "q", "kv", "weights", *window, "clean_logits", "max_seqlen_k", "logits_dtype", "schedule_meta",
     ]  # fmt: skip
     assert names(aiter.fp8_mqa_logits) == ["Q", "KV", "kv_scales", "weights", "cu_starts", "cu_ends", "clean_logits"]
     assert names(aiter.rocm_fp8_mqa_logits) == ["q", "kv", "weights", "cu_seqlen_ks", "cu_seqlen_ke"]
@@ -103,28 +104,73 @@ def test_deep_gemm_names_the_newer_forms_width_in_the_place_of_clean(inputs, win
         deep_gemm.fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, *windows, KEYS)
 
 
-# DeepGEMM as bundled in vLLM 0.33
+# The three forms of DeepGEMM's call: how each is written, and what it comes to
 
 
-@pytest.mark.parametrize("width", [1, 40, 90])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_deep_gemm_of_vllm(inputs, windows, width, dtype):
-    kv = (inputs.k_fp8, inputs.kv_scale)
-    result = deep_gemm.fp8_fp4_mqa_logits((inputs.q_fp8, None), kv, inputs.weights, *windows, width, logits_dtype=dtype)
+SCHEDULE = torch.zeros(133, 2, dtype=torch.int32)
+ARGUMENTS = ("q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end")
+
+# The arguments after the windows, by position and by keyword, and (clean_logits, max_seqlen_k, logits_dtype) of them.
+REPOSITORY = [
+    ((), {}, (True, 0, torch.float32)),
+    ((True,), {}, (True, 0, torch.float32)),
+    ((False,), {}, (False, 0, torch.float32)),
+    ((True, 0, torch.bfloat16), {}, (True, 0, torch.bfloat16)),
+    ((False, 40), {}, (False, 40, torch.float32)),
+    ((False, 40, torch.bfloat16), {}, (False, 40, torch.bfloat16)),
+    ((False, 40, torch.float32, SCHEDULE), {}, (False, 40, torch.float32)),
+    ((np.bool_(False), np.int64(40)), {}, (False, 40, torch.float32)),
+    ((False,), {"max_seqlen_k": 90, "logits_dtype": torch.bfloat16}, (False, 90, torch.bfloat16)),
+    ((), {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": torch.float32}, (True, 0, torch.float32)),
+    ((), {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": torch.bfloat16}, (True, 0, torch.bfloat16)),
+    ((), {"clean_logits": False, "max_seqlen_k": 40, "logits_dtype": torch.bfloat16}, (False, 40, torch.bfloat16)),
+    ((), {"clean_logits": False, "max_seqlen_k": 40, "schedule_meta": SCHEDULE}, (False, 40, torch.float32)),
+    ((), {"clean_logits": False}, (False, 0, torch.float32)),
+    ((), {"logits_dtype": torch.bfloat16}, (True, 0, torch.bfloat16)),
+]
+WHEEL = [
+    ((40,), {}, (False, 40, torch.float32)),
+    ((1,), {}, (False, 1, torch.float32)),
+    ((np.int32(40),), {}, (False, 40, torch.float32)),
+    ((40, SCHEDULE), {}, (False, 40, torch.float32)),
+    ((40, None), {}, (False, 40, torch.float32)),
+    ((40,), {"schedule_meta": SCHEDULE}, (False, 40, torch.float32)),
+    ((), {"max_seqlen_k": 40}, (False, 40, torch.float32)),
+    ((), {"max_seqlen_k": 90, "schedule_meta": SCHEDULE}, (False, 90, torch.float32)),
+    ((), {"max_seqlen_k": 40, "schedule_meta": None}, (False, 40, torch.float32)),
+]
+FIRST = [
+    ((), {}, (True, 0, torch.float32)),
+    ((True,), {}, (True, 0, torch.float32)),
+    ((False,), {}, (False, 0, torch.float32)),
+    ((False, 40), {}, (False, 40, torch.float32)),
+    ((), {"clean_logits": False, "max_seqlen_k": 40}, (False, 40, torch.float32)),
+    ((), {"clean_logits": False}, (False, 0, torch.float32)),
+    ((), {"max_seqlen_k": 0}, (True, 0, torch.float32)),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "named", "more", "options", "meaning"),
+    [
+        (form, named, *case)
+        for form, cases in (("first", FIRST), ("repository", REPOSITORY), ("wheel", WHEEL))
+        for case in cases
+        for named in (False, True)
+        if not (named and case[0])  # arguments by position, after others by keyword
+    ],
+)
+def test_every_form_of_the_call(inputs, windows, form, named, more, options, meaning):
+    function = deep_gemm.fp8_mqa_logits if form == "first" else deep_gemm.fp8_fp4_mqa_logits
+    q = inputs.q_fp8 if form == "first" else (inputs.q_fp8, None)
+    given = (q, (inputs.k_fp8, inputs.kv_scale), inputs.weights, *windows)
+    clean, width, dtype = meaning
+    if named:
+        result = function(**dict(zip(ARGUMENTS, given, strict=True)), **options)
+    else:
+        result = function(*given, *more, **options)
     assert result.dtype is dtype
-    assert_matches(result, expected_for(inputs, *windows, width), clean=False)
-
-
-def test_deep_gemm_of_vllm_is_float32_and_ignores_the_schedule(inputs, windows):
-    arguments = ((inputs.q_fp8, None), (inputs.k_fp8, inputs.kv_scale), inputs.weights, *windows, KEYS)
-    schedule = torch.zeros(133, 2, dtype=torch.int32)
-    for result in (
-        deep_gemm.fp8_fp4_mqa_logits(*arguments),
-        deep_gemm.fp8_fp4_mqa_logits(*arguments, schedule),
-        deep_gemm.fp8_fp4_mqa_logits(*arguments, schedule_meta=schedule),
-    ):
-        assert result.dtype is torch.float32
-        assert_matches(result, expected_for(inputs, *windows, KEYS), clean=False)
+    assert_matches(result, expected_for(inputs, *windows, width), clean=clean)
 
 
 @pytest.mark.parametrize(
@@ -133,24 +179,36 @@ def test_deep_gemm_of_vllm_is_float32_and_ignores_the_schedule(inputs, windows):
         ({"q": "tensor"}, TypeError, r"^q: got Tensor, expected the pair \(q, None\)"),
         ({"q": "three"}, TypeError, r"^q: got tuple, expected the pair \(q, None\)"),
         ({"q": "fp4"}, TypeError, r"^q: got a scale, .*fp4 is not supported: expected \(q, None\)"),
-        ({"max_seqlen_k": 0}, ValueError, "^max_seqlen_k: got 0, expected at least 1"),
+        ({"sixth": 0}, ValueError, "^max_seqlen_k: got 0, expected at least 1"),
+        ({"sixth": -1}, ValueError, "^max_seqlen_k: got -1, expected"),
+        (
+            {"sixth": 40, "max_seqlen_k": 41},
+            TypeError,
+            "^max_seqlen_k: got 41 beside 40 in the sixth place, expected one",
+        ),
+        ({"sixth": "40"}, TypeError, "^clean_logits or max_seqlen_k, the sixth argument: got str, expected an int"),
         ({"max_seqlen_k": -1}, ValueError, "^max_seqlen_k: got -1, expected"),
-        # The repository's order, clean_logits before max_seqlen_k.
         ({"max_seqlen_k": True}, TypeError, "^max_seqlen_k: got bool, expected an int"),
-        ({"max_seqlen_k": False}, TypeError, "^max_seqlen_k: got bool, expected an int"),
+        ({"sixth": False, "max_seqlen_k": False}, TypeError, "^max_seqlen_k: got bool, expected an int"),
+        (
+            {"sixth": True, "max_seqlen_k": 40},
+            ValueError,
+            "^clean_logits: got True with max_seqlen_k > 0, expected False",
+        ),
         ({"logits_dtype": torch.float16}, TypeError, "^out_dtype: got torch.float16, expected torch.float32 or"),
     ],
 )
-def test_deep_gemm_of_vllm_errors(inputs, windows, change, error, message):
+def test_errors_of_the_newer_forms(inputs, windows, change, error, message):
     forms = {
         "tensor": inputs.q_fp8,
         "three": (inputs.q_fp8, None, None),
         "fp4": (inputs.q_fp8, torch.ones(ROWS, HEADS, dtype=torch.int32)),
     }
     q = forms.get(change.get("q"), (inputs.q_fp8, None))
-    options = {"max_seqlen_k": KEYS, **{name: value for name, value in change.items() if name != "q"}}
+    options = {name: value for name, value in change.items() if name not in ("q", "sixth")}
+    sixth = (change["sixth"],) if "sixth" in change else ()
     with pytest.raises(error, match=message):
-        deep_gemm.fp8_fp4_mqa_logits(q, (inputs.k_fp8, inputs.kv_scale), inputs.weights, *windows, **options)
+        deep_gemm.fp8_fp4_mqa_logits(q, (inputs.k_fp8, inputs.kv_scale), inputs.weights, *windows, *sixth, **options)
 
 
 # AITER, and vLLM on ROCm

@@ -114,6 +114,38 @@ def test_positional_and_compressed_calls(platform, inputs, windows):
     assert_matches(compressed, expected_for(inputs, *windows, 30), clean=False)
 
 
+@pytest.mark.parametrize("positions", range(8))
+def test_calls_by_position_and_by_keyword(monkeypatch, platform, inputs, windows, positions):
+    """Each argument may be given either way; those by position cost no binding of the signature."""
+    monkeypatch.setattr(sglang._NOTES, "first_call_told", True)
+    sglang.install("cuda")
+    sglang.install("rocm")
+    import deep_gemm
+    from aiter.ops.triton.fp8_mqa_logits import fp8_mqa_logits
+
+    kv = (inputs.k_fp8, inputs.kv_scale)
+    cuda = {
+        "q": inputs.q_fp8, "kv": kv, "weights": inputs.weights, "cu_seq_len_k_start": windows[0],
+        "cu_seq_len_k_end": windows[1], "clean_logits": False, "max_seqlen_k": 30,
+    }  # fmt: skip
+    rocm = {
+        "Q": inputs.q_fp8, "KV": kv[0], "kv_scales": kv[1], "weights": inputs.weights, "cu_starts": windows[0],
+        "cu_ends": windows[1], "clean_logits": False,
+    }  # fmt: skip
+    for function, arguments, width in ((deep_gemm.fp8_mqa_logits, cuda, 30), (fp8_mqa_logits, rocm, 0)):
+        by_position, by_keyword = list(arguments.values())[:positions], dict(list(arguments.items())[positions:])
+        logits = function(*by_position, **by_keyword)
+        assert_matches(logits, expected_for(inputs, *windows, width), clean=False)
+        if positions > 0:
+            with pytest.raises(TypeError, match="multiple values for argument"):
+                function(*by_position, **arguments)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'schedule'"):
+            function(*by_position, **by_keyword, schedule=1)
+        broken = {**arguments, "weights": None}
+        with pytest.raises(OriginalError):
+            function(*list(broken.values())[:positions], **dict(list(broken.items())[positions:]))
+
+
 def test_other_calls_go_to_the_original(platform, inputs, windows):
     sglang.install("cuda")
     import deep_gemm

@@ -51,7 +51,7 @@ def compile_flydsl(
         factory: ``package.module:function``. ``function(**parameters)`` returns the ``@flyc.jit`` launcher and the
             tuple of arguments that specialise it; tensors are on the CPU, the stream is ``fx.Stream(None)``.
         parameters: for the factory; what JSON can hold.
-        arch: e.g. ``gfx950``.
+        arch: e.g. ``gfx942``.
         argument_names: what to call the kernel's arguments; FlyDSL does not keep their names.
 
     Raises:

@@ -85,7 +85,7 @@ def simulation(arch: str, options: Options | None = None) -> Iterator[SimLaunche
     """Inside, calls whose tensors are on the CPU run as on ``arch``, their kernels in the simulator.
 
     Args:
-        arch: ``gfx942`` or ``gfx950``.
+        arch: one whose row in ``arch`` says ``simulated``.
         options: how the simulator runs.
 
     Yields:

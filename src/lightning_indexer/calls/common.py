@@ -35,6 +35,11 @@ def keep(facts: object, plan: Any) -> None:
     PLANS[facts] = plan
 
 
+_functorch = torch._C._functorch.peek_interpreter_stack
+_transforms = torch._C._functorch.get_dynamic_layer_stack_depth
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def needs_operator(tensors: Sequence[object]) -> bool:
     """True where a call on these has to go through PyTorch's dispatcher: subclasses, of any operand, and meta."""
     return any(isinstance(t, torch.Tensor) and (type(t) is not torch.Tensor or t.is_meta) for t in tensors)
@@ -53,19 +58,28 @@ def refuse(operation: str, tensors: Sequence[object]) -> None:
             "this one"
         )
     given = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in given):
-        stack = torch._C._functorch.peek_interpreter_stack()
-        name = str(stack.key()).rpartition(".")[2].lower() if stack is not None else "a function transform"
-        what = (
-            "no batching rule: pack a batch by its windows" if name == "vmap" else "no derivative: detach its operands"
-        )
+    name = _transform_of(given)
+    if name is not None:
+        what = "no batching rule: pack a batch by its windows" if name == "vmap" else "no derivative: detach it"
         raise NotImplementedError(f"{operation}: called on an operand of torch.func's {name}; it has {what}")
-    if forward_ad._current_level >= 0 and any(
-        tensor.is_floating_point() and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
-        for tensor in given
-        if tensor.dtype.itemsize > 1
-    ):
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, given)):
         raise NotImplementedError(f"{operation}: got an operand with a tangent, and it has no derivative: detach it")
+
+
+def _transform_of(tensors: Sequence[torch.Tensor]) -> str | None:
+    """The transform that has wrapped one of these; functionalisation, for which the operators have a rule, is none."""
+    if torch.compiler.is_compiling():
+        # Dynamo reads the depth alone; inside a transform that it traces, operands are wrapped.
+        return "transforms" if _transforms() > 0 else None
+    stack = _functorch()
+    if stack is None or not any(map(_is_wrapped, tensors)):
+        return None
+    name = str(stack.key()).rpartition(".")[2].lower()
+    return None if name == "functionalize" else name
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 _WARNED: set[str] = set()

@@ -10,8 +10,8 @@ import torch
 from torch.autograd import forward_ad
 
 from lightning_indexer import envs, fp8
-from lightning_indexer.arch import Arch, arch_of, assumed
-from lightning_indexer.calls import common
+from lightning_indexer.arch import _ASSUMED, Arch, arch_of
+from lightning_indexer.calls import common, sharded
 from lightning_indexer.problems.mqa_logits import (
     OPERATION,
     MqaLogitsCall,
@@ -68,7 +68,7 @@ def fp8_mqa_logits(
         BackendUnavailableError: the backend asked for cannot run this call.
         NotImplementedError: an operand of ``torch.func``'s transforms, a tangent, or ``torch.jit.trace``.
     """
-    if isinstance(kv, torch.Tensor):
+    if type(kv) is not tuple and isinstance(kv, torch.Tensor):
         raise TypeError("kv: got one tensor, expected the pair (k, kv_scale)")
     try:
         k, kv_scale = kv
@@ -76,10 +76,12 @@ def fp8_mqa_logits(
         raise TypeError(f"kv: got {type(kv).__name__}, expected the pair (k, kv_scale)") from None
     ks, ke = cu_seqlen_ks, cu_seqlen_ke
     plain = type(q) is type(k) is type(kv_scale) is type(weights) is type(ks) is type(ke) is _Tensor
+    plain = plain and (out is None or type(out) is _Tensor)
     if (
         _is_compiling()
         or _dispatch_modes()
-        or ((not plain or q.is_meta) and common.needs_operator((q, k, kv_scale, weights, ks, ke)))
+        or _functorch() is not None
+        or ((not plain or q.is_meta) and common.needs_operator((q, k, kv_scale, weights, ks, ke, out)))
     ):
         return _through_operator(
             MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
@@ -88,9 +90,9 @@ def fp8_mqa_logits(
     # do, plan once.
     try:
         facts = (
-            q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype,
+            q.shape, q.is_contiguous() or q.stride(), q.dtype, k.shape, k.is_contiguous() or k.stride(), k.dtype,
             kv_scale.shape, kv_scale.is_contiguous(), kv_scale.dtype, kv_scale.is_neg(),
-            weights.shape, weights.stride(), weights.dtype, weights.is_neg(),
+            weights.shape, weights.is_contiguous() or weights.stride(), weights.dtype, weights.is_neg(),
             ks.shape, ks.is_contiguous(), ks.dtype, ke.shape, ke.is_contiguous(), ke.dtype,
             # PyTorch has one kind of accelerator, whose devices are told apart by their index; it is -1 elsewhere.
             q.get_device(), k.get_device(), kv_scale.get_device(), weights.get_device(),
@@ -98,13 +100,13 @@ def fp8_mqa_logits(
             None if q.is_cuda else (q.device, k.device, kv_scale.device, weights.device, ks.device, ke.device),
             None if out is None else (out.shape, out.stride(), out.dtype, out.device),
             clean_logits.__class__, clean_logits, max_seqlen_k.__class__, max_seqlen_k, out_dtype, backend,
-            (q.data_ptr() | k.data_ptr()) & 15, _selection(), _assumed(),
+            (q.data_ptr() | k.data_ptr()) & 15, None if _unset(_NAMES) else _selection(), _assumed(),
         )  # fmt: skip
         plan = _PLANS.get(facts)
-    except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
         plan = facts = None
-    # Inside functorch's transforms, torch.jit.trace and forward-mode differentiation operands are looked at first.
-    if plan is None or _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0:
+    # Inside torch.jit.trace and forward-mode differentiation operands are looked at first.
+    if plan is None or _tracing() is not None or forward_ad._current_level >= 0:
         call = MqaLogitsCall(q, k, kv_scale, weights, ks, ke, clean_logits, max_seqlen_k, out_dtype, out, backend)
         return _first(call, facts)
     if _is_grad_enabled() and (weights.requires_grad or kv_scale.requires_grad or q.requires_grad):
@@ -132,7 +134,7 @@ class _Plan(NamedTuple):
 
 def _first(call: MqaLogitsCall, facts: object) -> torch.Tensor:
     """The first call with these facts: checks, selects, and keeps what it came to."""
-    common.refuse(OPERATION, call[:6])
+    common.refuse(OPERATION, (*call[:6], call.out))
     plan, settled = _plan(call)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call[:6]):
         common.warn_of_gradients(OPERATION)
@@ -155,11 +157,12 @@ def _converted(call: MqaLogitsCall, plan: _Plan) -> MqaLogitsCall:
 # Each call asks these; a global is found in less time than an attribute of a module.
 _PLANS = common.PLANS
 _Tensor, _empty_strided = torch.Tensor, torch.empty_strided
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+# Dynamo reads this one as True. What else traces, torch.export's second way too, gives fake tensors.
+_is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
-_selection, _assumed = envs.selection, assumed
+_selection, _unset, _NAMES, _assumed = envs.selection, envs.VARIABLES.isdisjoint, envs.SELECTION, _ASSUMED.get
 
 # What calling the class does, in a third of the time.
 _record: Callable[[Iterable[Any]], MqaLogitsCall] = functools.partial(tuple.__new__, MqaLogitsCall)
@@ -260,10 +263,14 @@ def _(*arguments: Any) -> None:
 
 
 def _through_operator(call: MqaLogitsCall) -> torch.Tensor:
-    if not torch.compiler.is_compiling():
-        common.refuse(OPERATION, call[:6])
-        if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
-            common.warn_of_gradients(OPERATION)
+    common.refuse(OPERATION, (*call[:6], call.out))
+    warns = not torch.compiler.is_compiling() and torch.is_grad_enabled()
+    if warns and any(getattr(tensor, "requires_grad", False) for tensor in call[:6]):
+        common.warn_of_gradients(OPERATION)
+    if any(getattr(tensor, "is_nested", False) for tensor in call[:6]):
+        validate(call)  # a nested tensor's own dispatch would refuse the operator without a name
+    if sharded.is_distributed((*call[:6], call.out)):
+        return _on_every_rank(call)
     with torch.no_grad():
         if call.out is None:
             *arguments, _, backend = call
@@ -273,3 +280,16 @@ def _through_operator(call: MqaLogitsCall) -> torch.Tensor:
             raise TypeError(f"out: got dtype {call.out.dtype}, expected {call.out_dtype}, the out_dtype of the call")
         _operator_out(*call[:6], call.out, call.clean_logits, call.max_seqlen_k, call.backend)
         return call.out
+
+
+def _on_every_rank(call: MqaLogitsCall) -> torch.Tensor:
+    """The call on DTensors: rows sharded or not, keys replicated."""
+    names = ("q", "k", "kv_scale", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
+
+    def local(parts: dict[str, torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
+        q, k, *others = (parts[name] for name in names)
+        options = {"clean_logits": call.clean_logits, "max_seqlen_k": call.max_seqlen_k, "out_dtype": call.out_dtype}
+        return fp8_mqa_logits(q, (k, others[0]), *others[1:], **options, out=out, backend=call.backend)  # type: ignore[arg-type]
+
+    operands = dict(zip(names, call[:6], strict=True))
+    return sharded.run(operands, ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke"), call.out, local)

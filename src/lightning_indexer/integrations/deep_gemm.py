@@ -1,9 +1,11 @@
-"""DeepGEMM's prefill calls. Two generations of it are in use, and their sixth argument differs:
+"""DeepGEMM's prefill calls, in the three forms in which they are in use:
 
-- ``fp8_mqa_logits(q, kv, weights, start, end, clean_logits, max_seqlen_k)``: the older form, kept as a legacy call in
-  the repository at 54e2261;
-- ``fp8_fp4_mqa_logits((q, None), kv, weights, start, end, max_seqlen_k, schedule_meta)``: the newer form, of the build
-  inside the vLLM 0.33 wheel (``vllm.third_party.deep_gemm``). It has compressed logits only.
+1. ``fp8_mqa_logits(q, kv, weights, start, end, clean_logits, max_seqlen_k)``: the first, a legacy call of the
+   repository at 54e2261;
+2. ``fp8_fp4_mqa_logits((q, None), kv, weights, start, end, clean_logits, max_seqlen_k, logits_dtype)``: that of the
+   repository at 54e2261;
+3. ``fp8_fp4_mqa_logits((q, None), kv, weights, start, end, max_seqlen_k, schedule_meta)``: that of the build inside the
+   vLLM 0.33 wheel (``vllm.third_party.deep_gemm``). It has compressed logits only.
 
 DeepGEMM aborts on sizes that it was not built for, such as H other than 32 and 64 on Hopper; these calls run them.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import torch
 
 import lightning_indexer
+from lightning_indexer.problems.checks import as_bool, as_int, is_numpy_bool
 
 
 def fp8_mqa_logits(
@@ -51,45 +54,60 @@ def fp8_fp4_mqa_logits(
     weights: torch.Tensor,
     cu_seq_len_k_start: torch.Tensor,
     cu_seq_len_k_end: torch.Tensor,
-    max_seqlen_k: int,
-    schedule_meta: object = None,
-    *,
+    clean_logits: bool | int | None = None,
+    max_seqlen_k: int | torch.Tensor | None = 0,
     logits_dtype: torch.dtype = torch.float32,
+    schedule_meta: object = None,
 ) -> torch.Tensor:
-    """``deep_gemm.fp8_fp4_mqa_logits`` of the vLLM 0.33 wheel, for fp8 operands.
+    """``deep_gemm.fp8_fp4_mqa_logits`` for fp8 operands, of the repository and of the vLLM 0.33 wheel.
+
+    The two differ from the sixth argument on. By position, a bool there is the repository's ``clean_logits``; an int is
+    the wheel's ``max_seqlen_k``, and the seventh its ``schedule_meta``. By keyword, without ``clean_logits``, a width
+    above 0 is the wheel's call: in the repository's it would contradict the default.
 
     Args:
         q: ``(q, None)``: [M, H, D] float8_e4m3fn. A second element other than None would make it fp4.
         kv: ``(k, kv_scale)``: [N, D] float8_e4m3fn and [N] float32.
         weights: [M, H] float32.
         cu_seq_len_k_start, cu_seq_len_k_end: [M] int32, each row's window; the end is exclusive.
-        max_seqlen_k: columns of the result, at least 1.
+        clean_logits: write ``-inf`` outside the windows; None: where the logits are not compressed.
+        max_seqlen_k: if > 0, the width of compressed logits; ``clean_logits`` must not be True.
+        logits_dtype: ``torch.float32`` or ``torch.bfloat16``.
         schedule_meta: ignored. DeepGEMM's schedule of its Blackwell kernel means nothing to other kernels.
-        logits_dtype: ``torch.float32`` or ``torch.bfloat16``, an argument of the repository's version of this call.
 
     Returns:
-        [M, max_seqlen_k] of ``logits_dtype``: column j of row m is position ``cu_seq_len_k_start[m] + j``. Columns
-        outside the window hold anything.
+        [M, N] of ``logits_dtype``, or [M, max_seqlen_k]: column j of row m is position ``cu_seq_len_k_start[m] + j``,
+        and columns outside the window hold anything.
 
     Raises:
-        TypeError: ``q`` is not a pair, or is fp4; also as :func:`lightning_indexer.fp8_mqa_logits`.
-        ValueError: ``max_seqlen_k`` is 0, which DeepGEMM refuses here too; also as
-            :func:`lightning_indexer.fp8_mqa_logits`.
+        TypeError: ``q`` is not a pair, or is fp4; two widths; also as :func:`lightning_indexer.fp8_mqa_logits`.
+        ValueError: a width of 0 in the wheel's place for it; also as :func:`lightning_indexer.fp8_mqa_logits`.
     """
     if not isinstance(q, (tuple, list)) or len(q) != 2:
         raise TypeError(f"q: got {type(q).__name__}, expected the pair (q, None)")
     values, scale = q
     if scale is not None:
         raise TypeError("q: got a scale, which makes it fp4; fp4 is not supported: expected (q, None)")
-    if isinstance(max_seqlen_k, int) and not isinstance(max_seqlen_k, bool) and max_seqlen_k == 0:
-        raise ValueError("max_seqlen_k: got 0, expected at least 1: this call has compressed logits only")
+    if clean_logits is not None and not isinstance(clean_logits, bool) and not is_numpy_bool(clean_logits):
+        width = int(as_int("clean_logits or max_seqlen_k, the sixth argument", clean_logits))
+        # The seventh is then the schedule; a number there that is not the default is a second width.
+        if isinstance(max_seqlen_k, int) and max_seqlen_k != 0:
+            raise TypeError(
+                f"max_seqlen_k: got {max_seqlen_k!r} beside {width} in the sixth place, expected one of them"
+            )
+        if width == 0:
+            raise ValueError("max_seqlen_k: got 0, expected at least 1: this call has compressed logits only")
+        clean = False
+    else:
+        width = int(as_int("max_seqlen_k", max_seqlen_k))
+        clean = width == 0 if clean_logits is None else as_bool("clean_logits", clean_logits)
     return lightning_indexer.fp8_mqa_logits(
         values,
         kv,
         weights,
         cu_seq_len_k_start,
         cu_seq_len_k_end,
-        clean_logits=False,
-        max_seqlen_k=max_seqlen_k,
+        clean_logits=clean,
+        max_seqlen_k=width,
         out_dtype=logits_dtype,
     )

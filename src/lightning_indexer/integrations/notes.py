@@ -11,8 +11,7 @@ import torch
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch, arch_of, forced_arch
 from lightning_indexer.problems.mqa_logits import MqaLogitsProblem, is_aligned
-from lightning_indexer.selection import policy
-from lightning_indexer.selection import registry as dispatch
+from lightning_indexer.selection import policy, registry
 from lightning_indexer.selection.registry import Verdict
 
 # H of the models with this indexer, and a chunk of theirs: they stand for the calls to come.
@@ -23,12 +22,12 @@ USUAL_HEADS, USUAL_ROWS, USUAL_KEYS, USUAL_HEAD_DIM = (32, 64), 4096, 32768, 128
 class Notes:
     """Writes to ``logger``; ``engine`` is its name in messages.
 
-    ``taken`` is True once :meth:`took` has been called: a call looks at it before it gathers what that needs.
+    ``first_call_told`` is looked at by a call before it gathers what :meth:`tell_first_call` needs.
     """
 
     engine: str
     logger: logging.Logger
-    taken: bool = False
+    first_call_told: bool = False
     _told_arch: bool = False
     _reasons: set[str] = field(default_factory=set)
 
@@ -47,7 +46,7 @@ class Notes:
             problem = MqaLogitsProblem(
                 USUAL_ROWS, USUAL_KEYS, heads, USUAL_HEAD_DIM, clean_logits=False, max_seqlen_k=width
             )
-            verdicts = dispatch.explain(problem, arch, backend or envs.backend())
+            verdicts = registry.explain(problem, arch, backend or envs.backend())
             names = [verdict.backend for verdict in verdicts if not (verdict.reason or verdict.passed_over)]
             chains.setdefault(", else ".join(names) or "nothing", []).append(heads)
             warnings |= dict.fromkeys(_warnings(verdicts, problem, arch))
@@ -56,13 +55,13 @@ class Notes:
         for warning in warnings:
             self.logger.warning("%s: %s", self.engine, warning)
 
-    def took(
+    def tell_first_call(
         self, q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int, clean_logits: bool, backend: str | None
     ) -> None:
         """A call has run here. Says by which backend, the first time."""
-        if self.taken or torch.compiler.is_compiling():
+        if self.first_call_told or torch.compiler.is_compiling():
             return
-        self.taken = True
+        self.first_call_told = True
         arch = arch_of(q.device)
         self.runs_on(arch, compressed=max_seqlen_k > 0, backend=backend)
         rows, heads, head_dim = q.shape
@@ -78,7 +77,7 @@ class Notes:
             max_seqlen_k,
             is_aligned(q, k),
         )
-        name = dispatch.select(problem, arch, backend).name
+        name = registry.select(problem, arch, backend).name
         self.logger.info(
             "%s: lightning-indexer took its first call: %s, %s on %s", self.engine, name, problem, arch.name
         )
@@ -99,7 +98,7 @@ def check_environment() -> None:
         ValueError: an unknown backend or arch, or a switch that is neither 0 nor 1.
     """
     if (name := envs.backend()) is not None:
-        dispatch.get(name, "LIGHTNING_INDEXER_BACKEND")
+        registry.get(name, "LIGHTNING_INDEXER_BACKEND")
     envs.kernels()
     forced_arch()
 
@@ -111,7 +110,7 @@ def _warnings(verdicts: Sequence[Verdict], problem: MqaLogitsProblem, arch: Arch
             if (verdict.backend, arch.name) not in policy.MEASURED:
                 found.append(f"{verdict.backend} has not been measured on {arch.name}: compare before you rely on it")
             break
-        backend = dispatch.get(verdict.backend)
+        backend = registry.get(verdict.backend)
         if verdict.passed_over is None and backend.kernels[problem.operation].supports(problem, arch) is None:
             slower = "; what runs instead is slower than DeepGEMM" if arch.name == "sm90" else ""
             found.append(f"{verdict.backend} would run on {arch.name}, but {verdict.reason}{slower}")

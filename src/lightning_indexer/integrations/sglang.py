@@ -16,7 +16,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 
@@ -116,41 +117,58 @@ def replaced(platform: Platform | None = None) -> tuple[str, ...]:
 
 
 def _make_aiter(original: Function) -> Function:
-    return _taking_over(aiter.fp8_mqa_logits, original, q="Q", k="KV")
+    return _taking_over(aiter.fp8_mqa_logits, original, keys=lambda kv: kv, weights=3)
 
 
 def _make_deep_gemm(original: Function) -> Function:
-    return _taking_over(deep_gemm.fp8_mqa_logits, original, q="q", k="kv")
+    return _taking_over(deep_gemm.fp8_mqa_logits, original, keys=_first, weights=2)
 
 
-def _taking_over(ours: Function, original: Function, *, q: str, k: str) -> Function:
-    """``ours`` for plain fp8 operands and the arguments it knows; ``original`` for every other call."""
+def _first(kv: Any) -> Any:
+    return kv[0] if isinstance(kv, (tuple, list)) else kv
+
+
+def _taking_over(ours: Function, original: Function, *, keys: Callable[[Any], Any], weights: int) -> Function:
+    """``ours`` for plain fp8 operands and the arguments it knows; ``original`` for every other call.
+
+    ``keys`` takes the keys out of the second argument, ``weights`` is the place of the weights. Operands by position,
+    as SGLang passes them, are found without binding a signature, which would cost as much as the rest of the call.
+    """
     signature = inspect.signature(ours)
+    required = sum(parameter.default is parameter.empty for parameter in signature.parameters.values())
+    most = len(signature.parameters)
+    optional = frozenset(list(signature.parameters)[required:])
 
-    def fp8_mqa_logits(*args: object, **options: object) -> object:
-        try:
-            given = signature.bind(*args, **options).arguments
-        except TypeError as error:  # options of another version
-            _NOTES.passed_on(str(error))
-            return original(*args, **options)
-        keys = given[k][0] if isinstance(given[k], (tuple, list)) else given[k]
-        if (reason := _not_plain_fp8(given[q], keys, given["weights"])) is not None:
+    def fp8_mqa_logits(*args: Any, **options: Any) -> object:
+        if required <= len(args) <= most and options.keys() <= optional:
+            given = args
+        else:
+            try:
+                given = tuple(signature.bind(*args, **options).arguments.values())
+            except TypeError as error:  # options of another version
+                _NOTES.passed_on(str(error))
+                return original(*args, **options)
+        k = keys(given[1])
+        if (reason := _not_plain_fp8(given[0], k, given[weights])) is not None:
             _NOTES.passed_on(reason)
             return original(*args, **options)
         result = ours(*args, **options)
-        if not _NOTES.taken:
-            _NOTES.took(given[q], keys, given.get("max_seqlen_k", 0), given.get("clean_logits", True), None)
+        if not _NOTES.first_call_told and not torch.compiler.is_compiling():
+            bound = signature.bind(*args, **options).arguments
+            _NOTES.tell_first_call(given[0], k, bound.get("max_seqlen_k", 0), bound.get("clean_logits", True), None)
         return result
 
     return fp8_mqa_logits
 
 
-def _not_plain_fp8(q: object, k: object, weights: torch.Tensor) -> str | None:
+def _not_plain_fp8(q: object, k: object, weights: object) -> str | None:
     """None for fp8 operands with float32 weights; else what is not."""
-    for name, operand in (("q", q), ("k", k)):
-        if not isinstance(operand, torch.Tensor) or operand.dtype not in FP8_DTYPES:
-            return f"{name} is {getattr(operand, 'dtype', type(operand).__name__)}"
-    return None if weights.dtype is torch.float32 else f"weights are {weights.dtype}"
+    if not isinstance(q, torch.Tensor) or q.dtype not in FP8_DTYPES:
+        return f"q is {getattr(q, 'dtype', type(q).__name__)}"
+    if not isinstance(k, torch.Tensor) or k.dtype not in FP8_DTYPES:
+        return f"k is {getattr(k, 'dtype', type(k).__name__)}"
+    dtype = getattr(weights, "dtype", type(weights).__name__)
+    return None if dtype is torch.float32 else f"weights are {dtype}"
 
 
 def _checked(platform: str | None) -> str:

@@ -123,8 +123,8 @@ def _make_rocm(original: Function) -> Function:
         result = lightning_indexer.fp8_mqa_logits(
             q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits=False, backend=backend
         )
-        if not _NOTES.taken:
-            _NOTES.took(q, kv[0], 0, False, backend)
+        if not _NOTES.first_call_told:
+            _NOTES.tell_first_call(q, kv[0], 0, False, backend)
         return result
 
     return rocm_fp8_mqa_logits
@@ -153,8 +153,8 @@ def _make_cuda(original: Function) -> Function:
         result = lightning_indexer.fp8_mqa_logits(
             values, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits=False, max_seqlen_k=max_seqlen_k
         )
-        if not _NOTES.taken:
-            _NOTES.took(values, kv[0], max_seqlen_k, False, None)
+        if not _NOTES.first_call_told:
+            _NOTES.tell_first_call(values, kv[0], max_seqlen_k, False, None)
         return result
 
     return fp8_fp4_mqa_logits
