@@ -32,7 +32,7 @@ check: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not slow" --durations 5 tests/cpu
 
 test: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 8
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 # Not from $(VENV), whose PyTorch may be the one for CPUs.
 test-gpu:

@@ -223,6 +223,7 @@ SIZES = [(6, 50), (6, 51), (9, 130), (6, 64), (11, 1000), (7, 128), (5, 77)]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.slow
 def test_no_recompilation_per_size(backend):
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
