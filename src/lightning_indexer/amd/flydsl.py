@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_indexer import envs, packages
-from lightning_indexer.amd import cdna
 from lightning_indexer.amd import clang as amdgpu_clang
 from lightning_indexer.amd.built import Built, get_or_build
 from lightning_indexer.amd.repair import VERSION, repair
