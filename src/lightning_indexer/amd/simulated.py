@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_indexer.amd import cdna
-from lightning_indexer.amd.arguments import Value
+from lightning_indexer.amd.arguments import Grid, Value
 from lightning_indexer.amd.built import Built
-from lightning_indexer.amd.launcher import Grid
 from lightning_indexer.arch import Arch, assume
 
 if TYPE_CHECKING:
