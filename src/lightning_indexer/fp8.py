@@ -1,6 +1,6 @@
 """The two e4m3 dialects, and conversions into and between them.
 
-``float8_e4m3fn`` (OCP: exponent bias 7, largest value 448, NaN at bytes 0x7f and 0xff) is what NVIDIA and gfx950 read.
+``float8_e4m3fn`` (OCP: exponent bias 7, largest value 448, NaN at bytes 0x7f and 0xff) is what NVIDIA and CDNA4 read.
 ``float8_e4m3fnuz`` (exponent bias 8, largest value 240, NaN at byte 0x80 alone, no negative zero) is what the matrix
 unit of gfx942 reads. A byte that is finite in both has, in fnuz, half its fn value.
 

@@ -18,6 +18,7 @@ from lightning_indexer.bench import environment, peers, plots, report, sweep, ti
 from lightning_indexer.bench.report import Summary
 from lightning_indexer.bench.sweep import Plan, Row
 from lightning_indexer.bench.timing import Ceilings, Timing
+from lightning_indexer.check import memory
 from lightning_indexer.check.cases import Case, make_inputs, make_windows
 
 GPU = torch.device("cuda")
@@ -185,7 +186,7 @@ def test_a_peer_that_cannot_is_not_called():
 
 
 def test_no_memory_no_call(monkeypatch):
-    monkeypatch.setattr(environment, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
     peer = FakePeer()
     rows = list(sweep.run(plan_of("clean"), [peer], CPU))
     assert [re.sub(r"[\d.]+", "#", row.note) for row in rows] == ["needs # GiB, # GiB are free"] * 2
@@ -609,6 +610,6 @@ def test_outside_a_checkout_there_is_no_commit(monkeypatch, tmp_path):
 
 
 def test_available_memory_is_read_from_the_system(monkeypatch):
-    assert environment.available_bytes(CPU) > 2**20
-    monkeypatch.setattr(environment, "_read", lambda path: "MemTotal: 9 kB\nMemAvailable:   1234 kB\n")
-    assert environment.available_bytes(CPU) == 1234 * 1024
+    assert memory.available_bytes(CPU) > 2**20
+    monkeypatch.setattr(memory.Path, "read_text", lambda path: "MemTotal: 9 kB\nMemAvailable:   1234 kB\n")
+    assert memory.available_bytes(CPU) == 1234 * 1024

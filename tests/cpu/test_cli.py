@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 from faulty import FaultyBackend, honest, install, one_percent_high
 from helpers import SOURCES
 from lightning_indexer import Arch, __version__, envs
-from lightning_indexer.bench import environment, timing
+from lightning_indexer.bench import timing
 from lightning_indexer.bench.timing import Ceilings
-from lightning_indexer.check import verify
+from lightning_indexer.check import device, memory
 from lightning_indexer.check.cases import WINDOWS
+from lightning_indexer.check.mqa_logits import MqaLogitsSuite
 from lightning_indexer.chunking import Request
 from lightning_indexer.cli import app as cli
 from lightning_indexer.cli import demo
@@ -316,8 +317,8 @@ def test_demo_without_matplotlib_says_how_to_get_the_picture(tmp_path, monkeypat
 def test_verify_passes_and_counts():
     result = run("verify", "--device", "cpu", "--backend", "torch-blocked", *SMALL_VERIFY)
     assert result.status == 0
-    groups = [g for g in verify.sweep(full=False) if (g.heads, g.head_dim) == (32, 64)]
-    cases = sum(case.window == "causal" for group in groups for case in group.cases)
+    sweep = MqaLogitsSuite().cases(full=False)
+    cases = sum((case.heads, case.head_dim, case.window) == (32, 64, "causal") for case in sweep)
     assert cases > 10
     assert re.search(rf"torch-blocked {cases} {cases} 0 0 0 [1-9]", result.text)
     assert "FAIL" not in result.text
@@ -326,11 +327,11 @@ def test_verify_passes_and_counts():
 def test_verify_runs_what_was_asked_for(monkeypatch):
     seen = []
 
-    def record(groups, backends, device):
-        seen.extend((case, tuple(backends), device.type) for group in groups for case in group.cases)
+    def record(suite, cases, backends, device):
+        seen.extend((case, tuple(backends), device.type) for case in cases)
         return iter(())
 
-    monkeypatch.setattr(verify, "run", record)
+    monkeypatch.setattr(device, "run", record)
     run("verify", "--backend", "torch-blocked", "--backend", "triton-portable", "--backend", "torch-blocked",
         "--heads", "8", "--heads", "64", "--head-dim", "32", "--window", "cp", "--window", "empty")  # fmt: skip
     assert {case.heads for case, _, _ in seen} == {8, 64}
@@ -353,7 +354,7 @@ def test_verify_fails_with_status_1_and_names_the_cases(monkeypatch):
     result = run("verify", "--backend", name, "--backend", "torch-blocked", *SMALL_VERIFY)
     assert result.status == 1
     assert re.search(
-        rf"FAIL {name} \(17, 113\) H=32 D=64 causal clean: calc_diff 4.9\de-05, allowed 5e-06", result.text
+        rf"FAIL {name} \(17, 113\) H=32 D=64 causal clean: calc_diff 4.9\de-05, allowed 1e-10", result.text
     )
     assert "FAIL torch-blocked" not in result.text
 
@@ -374,7 +375,7 @@ def test_verify_that_ran_nothing_is_no_success(monkeypatch):
 
 
 def test_verify_names_what_was_dropped_for_memory(monkeypatch):
-    monkeypatch.setattr(environment, "available_bytes", lambda device: TOO_LITTLE)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: TOO_LITTLE)
     result = run("verify", "--backend", "torch-blocked", *SMALL_VERIFY)
     assert result.status == 1, "nothing ran"
     assert "dropped by torch-blocked: needs 2.0 GiB, 1.0 GiB are free" in result.text

@@ -242,7 +242,7 @@ def test_a_b_a_b(tmp_path, monkeypatch):
 
 
 def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_indexer.bench.environment.no_room", lambda needed, device: "needs more")
+    monkeypatch.setattr("lightning_indexer.e2e.run.no_room", lambda needed, device: "needs more")
     chosen = plan(tmp_path)
     results = run.run(chosen, CPU, Arch.parse("cpu"), lambda _: None)
     assert [result.left_out for result in results] == ["needs more", "needs more"]
@@ -258,7 +258,7 @@ def test_every_context_is_asked_for_its_room(tmp_path, monkeypatch):
         asked.append(needed)
         return "needs more" if len(asked) == 2 else None
 
-    monkeypatch.setattr("lightning_indexer.bench.environment.no_room", no_room)
+    monkeypatch.setattr("lightning_indexer.e2e.run.no_room", no_room)
     chosen = plan(tmp_path, contexts=(128, 96), repeats=1, trace_folder=None)
     first, second = run.run(chosen, CPU, Arch.parse("cpu"), lambda _: None)
     assert [side.label for side in first.sides] == ["A", "B"]

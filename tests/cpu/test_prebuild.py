@@ -150,6 +150,11 @@ class StoringKernel(FaultyKernel):
         return artifacts.get_or_build(("key",), ".cubin", lambda: b"kernel").decode()
 
 
+class Storing(Faulty):
+    def __init__(self):
+        self.kernels = {"fp8_mqa_logits": StoringKernel()}
+
+
 @pytest.mark.parametrize("how", ["full disk", "half written", "trusted by nobody"])
 def test_prebuild_fails_where_a_later_process_would_find_nothing(monkeypatch, tmp_path, how):
     monkeypatch.setenv("LIGHTNING_INDEXER_CACHE_DIR", str(tmp_path))

@@ -12,12 +12,13 @@ import torch
 from faulty import FaultyBackend, honest, install, one_percent_high
 from helpers import CPU, bits, int32
 from lightning_indexer import MqaLogitsProblem
-from lightning_indexer.bench import environment
-from lightning_indexer.check import verify
-from lightning_indexer.check.cases import FORMS, WINDOWS, Case, make_windows, positions_in_windows
+from lightning_indexer.check import bounds, memory, mqa_logits
+from lightning_indexer.check.cases import WINDOWS, Case, make_windows, positions_in_windows
+from lightning_indexer.check.device import REPEATED, run
 from lightning_indexer.check.guarded import GuardedOutput
-from lightning_indexer.check.verify import Group, Outcome, compress, compressed_width
-from lightning_indexer.problems.mqa_logits import MqaLogitsCall, row_stride, window_mask
+from lightning_indexer.check.mqa_logits import MqaLogitsSuite, compress, compressed_width
+from lightning_indexer.check.verify import Outcome
+from lightning_indexer.problems.mqa_logits import FORMS, MqaLogitsCall, row_stride, window_mask
 
 FP32, BF16 = torch.float32, torch.bfloat16
 S_Q, S_K, HEADS, HEAD_DIM = 17, 113, 8, 32
@@ -27,14 +28,18 @@ DIFF_OF_ONE_PERCENT = 1 - 2 * 1.01 / (1 + 1.01**2)
 BF16_DIFF = (1.0e-6, 2.5e-6)
 
 
-def group_of(*cases: tuple[str, str, torch.dtype], s_q: int = S_Q, s_k: int = S_K, heads: int = HEADS) -> Group:
+def group_of(*cases: tuple[str, str, torch.dtype], s_q: int = S_Q, s_k: int = S_K, heads: int = HEADS) -> list[Case]:
     """The cases (window, form, dtype) at one size."""
-    return Group(s_q, s_k, heads, HEAD_DIM, tuple(Case(s_q, s_k, heads, HEAD_DIM, *case) for case in cases))
+    return [Case(s_q, s_k, heads, HEAD_DIM, *case) for case in cases]
+
+
+def verified(cases: list[Case], backends: list[str]) -> list[Outcome]:
+    return list(run(MqaLogitsSuite(), cases, backends, CPU))
 
 
 def run_one(monkeypatch, fault, form="clean", window="causal", dtype=FP32, **sizes) -> Outcome:
     name = install(monkeypatch, FaultyBackend(fault))
-    [outcome] = verify.run([group_of((window, form, dtype), **sizes)], [name], CPU)
+    [outcome] = verified(group_of((window, form, dtype), **sizes), [name])
     assert outcome.backend == name
     return outcome
 
@@ -58,27 +63,27 @@ def test_the_honest_backend_passes_in_every_window(monkeypatch, form, dtype):
     name = install(monkeypatch, FaultyBackend(honest))
     group = group_of(*((window, form, dtype) for window in WINDOWS if window != "cp"))
     chunks = group_of(("cp", form, dtype), s_q=8, s_k=40)
-    outcomes = list(verify.run([group, chunks], [name, "torch-blocked"], CPU))
+    outcomes = verified([*group, *chunks], [name, "torch-blocked"])
     assert len(outcomes) == 2 * len(WINDOWS)
     for outcome in outcomes:
         assert outcome.status == "pass", f"{outcome.case}: {outcome.detail}"
         assert outcome.detail == ""
-        assert outcome.diff < verify.MAX_DIFF[dtype]
-        assert outcome.diff_unquantised < 10 * verify.MAX_DIFF_UNQUANTISED
+        assert outcome.finding.diff < bounds.FLOAT32[dtype].diff
+        assert outcome.finding.diff_unquantised < 10 * mqa_logits.MAX_DIFF_UNQUANTISED
 
 
 def test_outcomes_come_in_order_of_case_then_backend(monkeypatch):
     name = install(monkeypatch, FaultyBackend(honest))
     group = group_of(("causal", "clean", FP32), ("empty", "noclean", FP32))
-    outcomes = list(verify.run([group], ["torch-blocked", name], CPU))
+    outcomes = verified(group, ["torch-blocked", name])
     assert [(outcome.case, outcome.backend) for outcome in outcomes] == [
-        *itertools.product(group.cases, ["torch-blocked", name])
+        *itertools.product(group, ["torch-blocked", name])
     ]
 
 
 def test_the_accuracy_of_bf16_is_measured(monkeypatch):
     low, high = BF16_DIFF
-    assert low < run_one(monkeypatch, honest, dtype=BF16).diff < high
+    assert low < run_one(monkeypatch, honest, dtype=BF16).finding.diff < high
 
 
 # What was not written, and what should not have been
@@ -170,7 +175,7 @@ def test_one_other_value_outside_the_windows(monkeypatch, value):
 
     outcome = run_one(monkeypatch, fault)
     assert outcome.status == "fail"
-    assert outcome.detail == "-inf mask differs at 1 positions"
+    assert outcome.detail == f"-inf mask differs at 1 positions, the first at [0, {S_K - 1}]"
     assert run_one(monkeypatch, fault, "noclean").status == "pass", "without clean, anything may stand there"
 
 
@@ -249,7 +254,42 @@ def test_all_values_one_percent_high(monkeypatch, form, dtype):
     assert outcome.status == "fail"
     assert "calc_diff" in outcome.detail
     if dtype is FP32:
-        assert outcome.diff == pytest.approx(DIFF_OF_ONE_PERCENT, rel=1e-3)
+        assert outcome.finding.diff == pytest.approx(DIFF_OF_ONE_PERCENT, rel=1e-3)
+
+
+BIASES = {
+    "a ten-thousandth of itself": lambda logits: logits.mul_(1 + 1e-4),
+    "a thousandth": lambda logits: logits.add_(1e-3),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_small_bias_of_every_logit(monkeypatch, form, bias):
+    def fault(problem, call, run):
+        run(call)
+        BIASES[bias](call.result)
+
+    outcome = run_one(monkeypatch, fault, form, heads=64)
+    assert outcome.status == "fail"
+    assert re.search(r"calc_diff \d\.\d\de-\d\d, allowed 1e-10", outcome.detail)
+    assert "off by more than 2e-06 of what they sum, the first at [" in outcome.detail
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_logit_a_thousandth_high(monkeypatch, form):
+    """Among others it does not show in calc_diff."""
+    where = []
+
+    def fault(problem, call, run):
+        run(call)
+        where[:] = place_of_fault(problem, call)
+        call.result[tuple(where)] *= 1.001
+
+    outcome = run_one(monkeypatch, fault, form)
+    assert outcome.status == "fail"
+    assert f" logits are off by more than 2e-06 of what they sum, the first at {where}: got " in outcome.detail
+    assert outcome.detail.startswith("1 of ")
 
 
 def test_values_are_compared_with_the_unquantised_inputs_too(monkeypatch):
@@ -257,7 +297,7 @@ def test_values_are_compared_with_the_unquantised_inputs_too(monkeypatch):
         run(call)
         call.result.mul_(1.1)
 
-    monkeypatch.setitem(verify.MAX_DIFF, FP32, 1.0)
+    monkeypatch.setitem(bounds.FLOAT32, FP32, bounds.Bounds(1.0, 1.0, 1.0))
     outcome = run_one(monkeypatch, fault)
     assert outcome.status == "fail"
     assert re.fullmatch(r"calc_diff \d\.\d\de-03 to unquantised, allowed 1\.00e-03", outcome.detail)
@@ -268,8 +308,8 @@ def test_what_quantisation_itself_costs_is_allowed(monkeypatch):
         run(call)
         call.result.mul_(1.02)
 
-    monkeypatch.setattr(verify, "MAX_DIFF_UNQUANTISED", 1e-9)
-    monkeypatch.setitem(verify.MAX_DIFF, FP32, 1.0)
+    monkeypatch.setattr(mqa_logits, "MAX_DIFF_UNQUANTISED", 1e-9)
+    monkeypatch.setitem(bounds.FLOAT32, FP32, bounds.Bounds(1.0, 1.0, 1.0))
     assert run_one(monkeypatch, honest).status == "pass"
     assert "to unquantised" in run_one(monkeypatch, fault).detail
 
@@ -295,7 +335,7 @@ def test_values_rounded_to_five_bits(monkeypatch):
     # bfloat16 keeps eight bits and is told apart by its own limit alone: its calc_diff is 1.6e-6.
     outcome = run_one(monkeypatch, fault)
     assert outcome.status == "fail"
-    assert "allowed 5e-06" in outcome.detail
+    assert "calc_diff" in outcome.detail
 
 
 def test_the_sign_of_the_key_scales_ignored(monkeypatch):
@@ -365,39 +405,36 @@ def test_differences_where_anything_may_stand_are_none(monkeypatch):
 @pytest.mark.parametrize("full", [False, True])
 def test_a_sample_of_every_window_and_form_is_repeated(full):
     repeated = set()
-    for index, group in enumerate(verify.sweep(full=full)):
-        mine = [case for number, case in enumerate(group.cases) if number % 6 == index % 6]
-        assert mine or len(group.cases) < 6
-        repeated.update((case.window, case.form) for case in mine)
+    cases = MqaLogitsSuite().cases(full=full)
+    repeated.update((case.window, case.form) for case in cases[::REPEATED])
     assert repeated == set(itertools.product(WINDOWS, FORMS))
 
 
 def test_the_sample_is_what_run_repeats():
-    group = group_of(*(("causal", "clean", FP32) for _ in range(8)))
-    assert [o.repeated for o in verify.run([group], ["torch-blocked"], CPU)] == [True, *[False] * 5, True, False]
-    outcomes = list(verify.run([group_of(("causal", "clean", FP32)), group], ["torch-blocked"], CPU))
-    assert [o.repeated for o in outcomes[1:]] == [False, True, *[False] * 5, True]
+    group = group_of(*(("causal", "clean", FP32) for _ in range(REPEATED + 2)))
+    repeated = [outcome.repeated for outcome in verified(group, ["torch-blocked"])]
+    assert repeated == [True, *[False] * (REPEATED - 1), True, False]
 
 
 # What does not run
 
 
 def test_no_memory_is_reported_by_name(monkeypatch):
-    monkeypatch.setattr(environment, "available_bytes", lambda device: 2**30)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**30)
     group = group_of(("causal", "clean", FP32), ("empty", "compressed", BF16))
-    outcomes = list(verify.run([group], ["torch-blocked"], CPU))
-    assert [(outcome.case, outcome.status) for outcome in outcomes] == [(case, "dropped") for case in group.cases]
+    outcomes = verified(group, ["torch-blocked"])
+    assert [(outcome.case, outcome.status) for outcome in outcomes] == [(case, "dropped") for case in group]
     for outcome in outcomes:
         assert "GiB" in outcome.detail
         assert "1.0 GiB are free" in outcome.detail
-        assert outcome.diff is None
+        assert outcome.finding is None
 
 
 def test_memory_needed_grows_with_the_result(monkeypatch):
     small, large = group_of(("causal", "clean", FP32)), group_of(("causal", "clean", FP32), s_q=1024, s_k=2**20)
     # Two references, the result and temporaries of 4 GiB each do not fit in 8 GiB; the small case does.
-    monkeypatch.setattr(environment, "available_bytes", lambda device: 8 * 2**30)
-    assert [o.status for o in verify.run([small, large], ["torch-blocked"], CPU)] == ["pass", "dropped"]
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 8 * 2**30)
+    assert [o.status for o in verified([*small, *large], ["torch-blocked"])] == ["pass", "dropped"]
 
 
 def test_unsupported_is_reported_with_the_reason(monkeypatch):
@@ -405,11 +442,11 @@ def test_unsupported_is_reported_with_the_reason(monkeypatch):
         return "H=24 is not one of 32, 64" if problem.heads == 24 else None
 
     name = install(monkeypatch, FaultyBackend(honest, refuses))
-    groups = [group_of(("causal", "clean", FP32), heads=24), group_of(("causal", "clean", FP32))]
-    outcomes = list(verify.run(groups, [name, "torch-blocked"], CPU))
+    groups = [*group_of(("causal", "clean", FP32), heads=24), *group_of(("causal", "clean", FP32))]
+    outcomes = verified(groups, [name, "torch-blocked"])
     assert [outcome.status for outcome in outcomes] == ["unsupported", "pass", "pass", "pass"]
     assert outcomes[0].detail == "H=24 is not one of 32, 64"
-    assert outcomes[0].diff is None
+    assert outcomes[0].finding is None
 
 
 def test_the_gate_sees_the_form_of_the_case(monkeypatch):
@@ -421,7 +458,7 @@ def test_the_gate_sees_the_form_of_the_case(monkeypatch):
 
     name = install(monkeypatch, FaultyBackend(honest, refuses))
     group = group_of(("misaligned", "clean", FP32), ("misaligned", "noclean", BF16), ("misaligned", "compressed", FP32))
-    list(verify.run([group], [name], CPU))
+    verified(group, [name])
     assert [(p.clean_logits, p.compressed, p.out_dtype) for p in seen] == [
         (True, False, FP32), (False, False, BF16), (False, True, FP32),
     ]  # fmt: skip

@@ -8,11 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_indexer import MqaLogitsProblem, arch_of, fp8_mqa_logits, reference_logits
-from lightning_indexer.check import verify
+from lightning_indexer import MqaLogitsProblem, arch_of, calc_diff, fp8_mqa_logits, reference_logits
+from lightning_indexer.check import device as runner
 from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.check.guarded import GuardedOutput
-from lightning_indexer.problems.mqa_logits import window_mask
+from lightning_indexer.check.mqa_logits import MqaLogitsSuite, compress
+from lightning_indexer.problems.mqa_logits import MAX_DIFF, window_mask
 from lightning_indexer.selection import registry as dispatch
 
 pytestmark = [
@@ -45,13 +46,14 @@ def _assert_equals_reference(logits: torch.Tensor, q, kv, weights, ks, ke) -> No
     expected = reference_logits(q, kv, weights, ks, ke)
     inside = torch.isfinite(expected)
     assert torch.equal(torch.isneginf(logits), ~inside)
-    assert verify.calc_diff(logits, expected, inside) < verify.MAX_DIFF[logits.dtype]
+    assert calc_diff(logits, expected, inside) < MAX_DIFF[logits.dtype]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_sweep(backend, device):
     _gate(backend, MqaLogitsProblem(64, 384, 64, 128), device)
-    outcomes = list(verify.run(verify.sweep(full=False), [backend], device))
+    suite = MqaLogitsSuite()
+    outcomes = list(runner.run(suite, suite.cases(full=False), [backend], device))
     assert [str(o.case) + ": " + o.detail for o in outcomes if o.status == "fail"] == []
     assert sum(o.status == "pass" for o in outcomes) > 400
 
@@ -120,9 +122,9 @@ def test_extreme_starts_of_compressed_logits(backend, device):
     )  # fmt: skip
     assert output.intact()
     expected = reference_logits(q, kv, weights, ks, ke)
-    inside = verify.compress(torch.isfinite(expected), ks, 512)
-    expected = verify.compress(expected.masked_fill(~torch.isfinite(expected), 0.0), ks, 512)
-    assert verify.calc_diff(output.view, expected, inside) < verify.MAX_DIFF[torch.float32]
+    inside = compress(torch.isfinite(expected), ks, 512)
+    expected = compress(expected.masked_fill(~torch.isfinite(expected), 0.0), ks, 512)
+    assert calc_diff(output.view, expected, inside) < MAX_DIFF[torch.float32]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
-from lightning_indexer.bench.environment import available_bytes
 from lightning_indexer.check.cases import Case, Inputs
+from lightning_indexer.check.memory import available_bytes
 
 Call = Callable[[], torch.Tensor]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_indexer.bench.sweep import Row
 from lightning_indexer.bench.timing import Ceilings
 
-# The groups of the summary, as in the published table of AITER's gfx950 kernel.
+# The groups of the summary, as in the published table of AITER's CDNA4 kernel.
 GROUPS: dict[str, Callable[[Row], bool]] = {
     "causal": lambda row: row.case.window == "causal",
     "multi_req": lambda row: row.case.window == "multi_req",

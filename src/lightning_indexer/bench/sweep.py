@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from lightning_indexer.arch import arch_of
-from lightning_indexer.bench.environment import no_room
 from lightning_indexer.bench.peers import Peer
 from lightning_indexer.bench.timing import measure
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.check.cases import (
     Case,
-    Form,
     Inputs,
     Window,
     flop,
@@ -24,9 +22,10 @@ from lightning_indexer.check.cases import (
     positions_in_windows,
     window_applies,
 )
-from lightning_indexer.check.verify import MAX_DIFF, compress, compressed_width
+from lightning_indexer.check.memory import no_room
+from lightning_indexer.check.mqa_logits import compress, compressed_width
 from lightning_indexer.problems.accuracy import calc_diff
-from lightning_indexer.problems.mqa_logits import reference_scores, window_mask
+from lightning_indexer.problems.mqa_logits import MAX_DIFF, Form, reference_scores, window_mask
 from lightning_indexer.selection import registry as dispatch
 
 # What a CPU does in a minute.

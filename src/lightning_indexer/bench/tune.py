@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from lightning_indexer.arch import arch_of
-from lightning_indexer.bench.environment import no_room
 from lightning_indexer.bench.sweep import Plan, RefCheck
 from lightning_indexer.bench.timing import measure
 from lightning_indexer.check.cases import Case, make_inputs, make_windows
-from lightning_indexer.check.verify import compressed_width
+from lightning_indexer.check.memory import no_room
+from lightning_indexer.check.mqa_logits import compressed_width
 from lightning_indexer.problems.mqa_logits import allocate
 from lightning_indexer.selection import registry as dispatch
 

@@ -12,8 +12,7 @@ import torch
 
 from lightning_indexer import artifacts
 from lightning_indexer.arch import Arch
-from lightning_indexer.check.cases import FORMS, Case, Form
-from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.problems.mqa_logits import FORMS, Form, MqaLogitsProblem
 from lightning_indexer.selection import registry
 
 # Sizes between which heuristics change their mind; kernels take M and N at run time.
@@ -84,7 +83,10 @@ def plan(
         for h in heads:
             for d in head_dims:
                 problems = [
-                    Case(m, n, h, d, "causal", form, dtype).problem(n if form == "compressed" else 0)
+                    MqaLogitsProblem(
+                        m, n, h, d, out_dtype=dtype, clean_logits=form == "clean",
+                        max_seqlen_k=n if form == "compressed" else 0,
+                    )
                     for form in forms for dtype in out_dtypes for m in ROWS for n in KEYS
                 ]  # fmt: skip
                 able = tuple(problem for problem in problems if known[name].supports(problem, arch) is None)

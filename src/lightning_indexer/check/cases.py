@@ -1,6 +1,6 @@
 """The inputs that ``verify`` and ``bench`` share: shapes, windows, random operands.
 
-Shapes and windows follow the sweep of AITER's hand-written gfx950 kernel (14 shapes, six windows, 900 cases) with its
+Shapes and windows follow the sweep of AITER's hand-written CDNA4 kernel (14 shapes, six windows, 900 cases) with its
 fourteen shapes chosen here: the eight of its performance table, and six small or odd ones.
 """
 
@@ -12,12 +12,10 @@ from typing import Literal
 import torch
 
 from lightning_indexer.fp8 import quantize_k, quantize_q
-from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
+from lightning_indexer.problems.mqa_logits import Form, MqaLogitsCall, MqaLogitsProblem
 
 Window = Literal["causal", "cp", "misaligned", "empty", "past_end", "multi_req"]
 WINDOWS: tuple[Window, ...] = ("causal", "cp", "misaligned", "empty", "past_end", "multi_req")
-Form = Literal["clean", "noclean", "compressed"]
-FORMS: tuple[Form, ...] = ("clean", "noclean", "compressed")
 
 # (s_q, s_k): the performance sweep, then what it lacks: single rows, odd sizes, few rows over several splits.
 PERFORMANCE_SHAPES = (
@@ -48,11 +46,13 @@ class Case:
     window: Window
     form: Form = "clean"
     out_dtype: torch.dtype = torch.float32
+    q_dtype: torch.dtype = torch.float8_e4m3fn
+    k_dtype: torch.dtype = torch.float8_e4m3fn
 
     def problem(self, max_seqlen_k: int) -> MqaLogitsProblem:
         """The facts of the call; ``max_seqlen_k`` is its compressed width, 0 in the other forms."""
         return MqaLogitsProblem(
-            self.s_q, self.s_k, self.heads, self.head_dim,
+            self.s_q, self.s_k, self.heads, self.head_dim, self.q_dtype, self.k_dtype,
             out_dtype=self.out_dtype, clean_logits=self.form == "clean", max_seqlen_k=max_seqlen_k,
         )  # fmt: skip
 
@@ -67,6 +67,8 @@ class Case:
 
     def __str__(self) -> str:
         suffix = "" if self.out_dtype is torch.float32 else " bf16"
+        for name, dtype in (("q", self.q_dtype), ("k", self.k_dtype)):
+            suffix += f" {name}=fnuz" if dtype is torch.float8_e4m3fnuz else ""
         return f"({self.s_q}, {self.s_k}) H={self.heads} D={self.head_dim} {self.window} {self.form}{suffix}"
 
 

@@ -7,13 +7,16 @@ same; and a row's set is the same in another batch, at another stride and by ano
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from lightning_indexer.arch import Arch
 from lightning_indexer.calls.top_k import top_k_per_row
-from lightning_indexer.problems.top_k import IndexBase, Order, Tie, TopKProblem, reference_top_k
+from lightning_indexer.check.simulated import SimulatedCase
+from lightning_indexer.check.verify import Finding
+from lightning_indexer.problems.top_k import OPERATION, IndexBase, Order, Tie, TopKProblem, reference_top_k
 
 POISON = -0x3F3F3F3F  # no index is as small
 _GUARD = 1024
@@ -310,3 +313,36 @@ def _in_another_batch(case: Case, inputs: Inputs, call: Call, indices: torch.Ten
     alone, _, _ = _guarded(few, replace(part, logits=moved), call)
     same = torch.equal(_comparable(case, alone), _comparable(case, indices[case.rows - 2 :]))
     return [] if same else ["rows differ in another batch at another stride"]
+
+
+class TopKSuite:
+    """The suite of ``top_k_per_row``."""
+
+    operation = OPERATION
+
+    def cases(self, *, full: bool) -> list[Case]:
+        return cases(full)
+
+    def problem(self, case: Case) -> TopKProblem:
+        return case.problem
+
+    def bytes_needed(self, case: Case) -> int:
+        # The logits, what made them, the reference's sort and positions.
+        return 48 * case.rows * case.width + 2**30
+
+    def check(self, case: Case, backend: str, device: torch.device, *, repeats: int) -> Finding:
+        return Finding(tuple(run_case(case, backend, device, repeats=repeats)), dtype=case.dtype)
+
+    def simulated_cases(
+        self, arch: Arch, backends: Sequence[str], *, seed: int = 0, thorough: bool = False,
+        heads: Sequence[int] | None = None, head_dims: Sequence[int] | None = None,
+    ) -> list[SimulatedCase]:  # fmt: skip
+        return [
+            SimulatedCase(OPERATION, case, arch.name, backend, seed=seed + number)
+            for backend in backends
+            for number, case in enumerate(simulated_cases())
+        ]
+
+    def check_simulated(self, case: SimulatedCase) -> Finding:
+        faults = run_case(case.case, case.backend, torch.device("cpu"))
+        return Finding(tuple(faults), dtype=case.case.dtype)

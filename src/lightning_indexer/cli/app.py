@@ -14,21 +14,21 @@ from rich.table import Table
 
 from lightning_indexer import __version__, envs
 from lightning_indexer.arch import Arch, arch_of
-from lightning_indexer.check.cases import FORMS, PERFORMANCE_SHAPES, WINDOWS
+from lightning_indexer.check.cases import PERFORMANCE_SHAPES, WINDOWS
 from lightning_indexer.chunking import parse_requests, plan_chunks
 from lightning_indexer.cli import amd as cli_amd
 from lightning_indexer.cli import common
 from lightning_indexer.cli import engines as cli_engines
 from lightning_indexer.cli import prebuild as cli_prebuild
+from lightning_indexer.cli import verify as cli_verify
 from lightning_indexer.cli.common import err, out
-from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.problems.mqa_logits import FORMS, MqaLogitsProblem
 from lightning_indexer.selection import registry as dispatch
 
 if TYPE_CHECKING:
     from lightning_indexer.bench import sweep
     from lightning_indexer.bench.sweep import Row
     from lightning_indexer.bench.timing import Ceilings
-    from lightning_indexer.check.verify import Outcome
 
 app = typer.Typer(
     help="FP8 MQA logits: the lightning-indexer scoring step of DeepSeek-V3.2/V4 and GLM-5 sparse attention.",
@@ -82,7 +82,7 @@ def info() -> None:
     for package, extra, purpose in (
         ("torch", "", "everything"),
         ("triton", "triton", "triton-portable; L2 flush and timing of `bench` on GPUs"),
-        ("ziglang", "amd", "HIP C++ for gfx942 and gfx950, where there is no ROCm"),
+        ("ziglang", "amd", f"HIP C++ for {common.SIMULATED_ARCHS}, where there is no ROCm"),
         ("tinygrad", "sim", "decoder of the AMD simulator"),
         ("flydsl", "flydsl", "compiling FlyDSL kernels"),
         ("typer", "cli", "this command line"),
@@ -103,7 +103,7 @@ def info() -> None:
 
 @app.command()
 def explain(
-    arch: Annotated[str | None, typer.Option(help="An arch, e.g. gfx950; no such device is needed.")] = None,
+    arch: Annotated[str | None, typer.Option(help="An arch, e.g. sm90; no such device is needed.")] = None,
     shape: Annotated[str, typer.Option(help="M,N,H,D: rows, keys, heads, head dim.")] = "4096,32768,64,128",
     form: Annotated[str, typer.Option(help=f"One of {', '.join(FORMS)}.")] = "clean",
     backend: Annotated[str | None, typer.Option(help="Look at this backend alone.")] = None,
@@ -111,7 +111,7 @@ def explain(
 ) -> None:
     """Which backend runs a shape on an arch, and why the others do not. Obeys LIGHTNING_INDEXER_BACKEND, as calls do.
 
-    Examples: `lightning-indexer explain --arch gfx950 --shape 4096,32768,32,128`, `lightning-indexer explain --table`
+    Examples: `lightning-indexer explain --arch gfx942 --shape 4096,32768,32,128`, `lightning-indexer explain --table`
     """
     problem = common.problem(shape, form)
     if table:
@@ -174,59 +174,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command()
-def verify(
-    device: DeviceOption = None,
-    backend: BackendOption = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="All 14 shapes and more; for a GPU. Default: small ones.")
-    ] = False,
-    window: Annotated[list[str] | None, typer.Option(help="Only this window; repeat for several.")] = None,
-    heads: Annotated[list[int] | None, typer.Option(help="Only this H; repeat for several.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="Only this D; repeat for several.")] = None,
-    arch: Annotated[str | None, typer.Option(help="gfx942 or gfx950: simulate that arch's kernels.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes to simulate in. Default: one a CPU core.")] = None,
-    seed: Annotated[int, typer.Option(help="Of operands and of the order of waves, in the simulator.")] = 0,
-) -> None:
-    """Check backends against the float32 oracle over the whole sweep. Exit status 1 if any case fails.
-
-    Poisoned and guarded outputs, exact -inf masks, two accuracy levels, 20 bitwise repeats on a sample. With `--arch`,
-    AMD kernels are compiled for that arch and executed in the simulator, at small shapes; no GPU is needed.
-
-    Examples: `lightning-indexer verify`, `lightning-indexer verify --device cuda --full --backend triton-portable`,
-    `lightning-indexer verify --arch gfx950 --backend triton-portable`
-    """
-    from lightning_indexer.check import verify as v
-
-    if arch is not None:
-        if device is not None or full:
-            raise typer.BadParameter("the simulator takes neither --device nor --full", param_hint="--arch")
-        cli_amd.verify(arch, backend, window, heads, head_dim, jobs, seed)
-        return
-    where = common.device(device)
-    backends = common.backends(backend, where)
-    for name in window or []:
-        common.one_of("--window", name, WINDOWS)
-    groups = []
-    for group in v.sweep(full=full):
-        cases = tuple(case for case in group.cases if not window or case.window in window)
-        if cases and (not heads or group.heads in heads) and (not head_dim or group.head_dim in head_dim):
-            groups.append(v.Group(group.s_q, group.s_k, group.heads, group.head_dim, cases))
-    total = sum(len(group.cases) for group in groups) * len(backends)
-    if not total:
-        raise typer.BadParameter("no case has these heads, head dims and windows")
-    outcomes = []
-    with common.progress() as progress:
-        task = progress.add_task("verify", total=total)
-        for outcome in v.run(groups, backends, where):
-            outcomes.append(outcome)
-            progress.update(task, advance=1, description=f"{outcome.backend} {outcome.case}")
-            if outcome.status == "fail":
-                progress.console.print(f"FAIL {outcome.backend} {outcome.case}: {outcome.detail}", markup=False)
-    if not _print_outcomes(outcomes, backends, where):
-        raise typer.Exit(1)
-
-
+app.command()(cli_verify.verify)
 app.command()(cli_amd.resources)
 app.command()(cli_amd.disasm)
 app.command()(cli_amd.cost)
@@ -353,42 +301,6 @@ def _pictures(folder: Path, rows: Sequence[Row], ceilings: Ceilings, backends: S
         if others and plots.speedup_bars(rows, subject, others, title, path):
             paths.append(path)
     return paths
-
-
-def _print_outcomes(outcomes: Sequence[Outcome], backends: Sequence[str], device: torch.device) -> bool:
-    """Prints the verdict; True when every case that ran passed, and every backend ran some."""
-    from lightning_indexer.bench import environment
-
-    table = Table(
-        "backend", "cases", "passed", "failed", "not supported", "dropped", "repeated", "diff fp32", "diff bf16",
-        "to unquantised", title=f"verify on {environment.device_name(device)}: worst calc_diff", title_justify="left",
-    )  # fmt: skip
-    good = True
-    for backend in backends:
-        mine = [outcome for outcome in outcomes if outcome.backend == backend]
-        count = {status: sum(o.status == status for o in mine) for status in ("pass", "fail", "unsupported", "dropped")}
-        good &= count["fail"] == 0 and count["pass"] > 0
-        worst = []
-        for dtype in (torch.float32, torch.bfloat16):
-            diffs = [o.diff for o in mine if o.diff is not None and o.case.out_dtype is dtype]
-            worst.append(f"{max(diffs):.1e}" if diffs else "-")
-        unquantised = [o.diff_unquantised for o in mine if o.diff_unquantised is not None]
-        worst.append(f"{max(unquantised):.1e}" if unquantised else "-")
-        repeated = sum(o.repeated for o in mine)
-        table.add_row(backend, str(len(mine)), *map(str, count.values()), str(repeated), *worst)
-    out.print(table)
-    left_out: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        if outcome.status in ("unsupported", "dropped"):
-            left_out.setdefault(f"{outcome.status} by {outcome.backend}: {outcome.detail}", []).append(
-                str(outcome.case)
-            )
-    for reason, cases in left_out.items():
-        out.print(f"{reason}: {len(cases)} cases: {'; '.join(cases)}", markup=False, highlight=False)
-    for outcome in outcomes:
-        if outcome.status == "fail":
-            out.print(f"FAIL {outcome.backend} {outcome.case}: {outcome.detail}", markup=False, highlight=False)
-    return good
 
 
 def _print_support(problem: MqaLogitsProblem) -> None:

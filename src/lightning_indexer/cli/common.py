@@ -7,19 +7,21 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_indexer.arch import arch_of
-from lightning_indexer.check.cases import FORMS
-from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.amd.built import CompileError
+from lightning_indexer.arch import Arch, arch_of
+from lightning_indexer.problems.mqa_logits import FORMS, OPERATION, MqaLogitsProblem
 from lightning_indexer.selection import registry as dispatch
 
 Name = TypeVar("Name", bound=str)
+# By operation, the shape by which backends are looked up where none is named: DeepSeek-V3.2's.
+USUAL: dict[str, Any] = {OPERATION: MqaLogitsProblem(rows=4096, keys=32768, heads=64, head_dim=128)}
 
 # A pipe or a log has no width: tables get theirs.
 out = Console(width=None if sys.stdout.isatty() else 140)
@@ -64,11 +66,62 @@ def device(name: str | None) -> torch.device:
 
 def backends(names: list[str] | None, where: torch.device) -> list[str]:
     """The backends that ``--backend`` names; by default all that can run there."""
-    usual = MqaLogitsProblem(rows=4096, keys=32768, heads=64, head_dim=128)
     with bad_parameter("--backend"):
         if not names:
-            return [verdict.backend for verdict in dispatch.explain(usual, arch_of(where)) if verdict.reason is None]
+            return [
+                verdict.backend
+                for verdict in dispatch.explain(USUAL[OPERATION], arch_of(where))
+                if verdict.reason is None
+            ]
         return [dispatch.get(name).name for name in dict.fromkeys(names)]
+
+
+# Those whose kernels the simulator runs.
+SIMULATED = tuple(arch.name for arch in Arch.known() if arch.simulated)
+SIMULATED_ARCHS = " or ".join(SIMULATED)
+
+
+def simulated_arch(name: str) -> Arch:
+    """The arch that ``--arch`` names, one whose kernels are compiled and simulated on any machine."""
+    return Arch.parse(one_of("--arch", name, SIMULATED))
+
+
+def compiled_kernels(names: list[str] | None, arch: Arch, operation: str = OPERATION) -> dict[str, Any]:
+    """AMD kernels by the backends of these names; without names, of all that run the usual shape on ``arch``."""
+    kernels = dispatch.kernels(operation)
+    known: dict[str, Any] = {n: one for n, one in kernels.items() if isinstance(one, dispatch.Compiled)}
+    with bad_parameter("--backend"):
+        if not names:
+            usual = USUAL.get(operation)
+            return {n: one for n, one in known.items() if usual is None or one.supports(usual, arch) is None}
+        for name in names:
+            if dispatch.get(name).name not in known:
+                raise ValueError(f"{name} has no AMD kernels; these have: {', '.join(known)}")
+        return {name: known[name] for name in dict.fromkeys(names)}
+
+
+def installed(kernels: dict[str, Any], names: list[str] | None, notes: list[str]) -> dict[str, Any]:
+    """The kernels whose backends are installed here. What another one lacks is an error where it was asked for by name,
+    else a line of ``notes``."""
+    found = {}
+    for name, kernel in kernels.items():
+        if (reason := dispatch.get(name).missing()) is None:
+            found[name] = kernel
+        elif names:
+            raise typer.BadParameter(f"{name}: {reason}", param_hint="--backend")
+        else:
+            notes.append(f"left out: {name}: {reason}")
+    return found
+
+
+@contextlib.contextmanager
+def compile_errors() -> Iterator[None]:
+    """A kernel that does not compile, or a compiler that is missing, ends the command with the compiler's message."""
+    try:
+        yield
+    except CompileError as error:
+        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
 
 
 def problem(shape: str, form: str) -> MqaLogitsProblem:

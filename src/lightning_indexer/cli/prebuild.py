@@ -12,9 +12,9 @@ from rich.table import Table
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.calls import prebuild as builder
-from lightning_indexer.check.cases import FORMS
 from lightning_indexer.cli import common
 from lightning_indexer.cli.common import err, out
+from lightning_indexer.problems.mqa_logits import FORMS
 from lightning_indexer.selection import registry as dispatch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -22,7 +22,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def prebuild(
     arch: Annotated[
-        str | None, typer.Option(help="sm90, gfx942 or gfx950; no such device is needed. Default: this machine's GPU.")
+        str | None, typer.Option(help="An arch, e.g. sm90; no such device is needed. Default: this machine's GPU.")
     ] = None,
     heads: Annotated[str, typer.Option(help="Heads of the models to serve, comma-separated.")] = "32,64",
     head_dim: Annotated[str, typer.Option(help="Head dims, comma-separated.")] = "128",
@@ -39,7 +39,7 @@ def prebuild(
     compilers. Triton's kernels are not among them: Triton compiles at the first call, into a cache of its own.
 
     Examples: `lightning-indexer prebuild --arch sm90`,
-    `lightning-indexer prebuild --arch gfx950 --heads 32 --backend hip-gfx950`,
+    `lightning-indexer prebuild --arch gfx942 --heads 32 --backend flydsl`,
     `LIGHTNING_INDEXER_CACHE_DIR=/opt/kernels lightning-indexer prebuild --arch sm90 --heads 32,64 --form compressed`
     """
     if arch is None and not torch.cuda.is_available():

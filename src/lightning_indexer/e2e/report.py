@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_indexer.bench.report import table
 from lightning_indexer.e2e import traces
 from lightning_indexer.e2e.run import INDEXER, MIN_OVERLAP, POLICY, Plan, Result, Side
 from lightning_indexer.e2e.traces import Diff, Row
@@ -24,7 +25,7 @@ def markdown(plan: Plan, results: Sequence[Result], facts: dict[str, str], comma
         "",
         f"    {command}",
         "",
-        *_table(
+        *table(
             (
                 "context", "side", "backend", "TTFT ms (runs)", "tokens/s", "logits ms", "indexer ms",
                 "share of logits", "share of indexer", "needles", "answers", "top-k overlap, worst row", "peak GiB",
@@ -47,7 +48,7 @@ def markdown(plan: Plan, results: Sequence[Result], facts: dict[str, str], comma
                 counts = ", ".join(f"{name} {calls}" for name, calls in side.ran.items())
                 lines.append(f"{side.label}: the policy's choice; calls of one layer by backend: {counts}")
         phases = list(dict.fromkeys(phase for side in result.sides for run in side.phases for phase in run))
-        lines += ["", *_table(("phase", "A ms", "B ms"), (_phase(result, phase) for phase in phases))]
+        lines += ["", *table(("phase", "A ms", "B ms"), (_phase(result, phase) for phase in phases))]
         if a.trace is not None and b.trace is not None:
             lines += ["", trace_markdown(traces.diff(traces.load(a.trace), traces.load(b.trace)), 12)]
     lines += [
@@ -119,7 +120,7 @@ def trace_markdown(diff: Diff, top: int) -> str:
     rows = [*(_trace_row(row, f"/{row.name}/") for row in groups), *(_trace_row(row, row.name) for row in shown)]
     rows.append(_trace_row(diff.total, "all kernels"))
     header = ("kernel", "launches A", "launches B", "A ms", "B ms", "B beside A", "A / B")
-    return "\n".join(_table(header, rows))
+    return "\n".join(table(header, rows))
 
 
 def trace_records(diff: Diff) -> list[dict[str, object]]:
@@ -167,11 +168,3 @@ def _trace_row(row: Row, name: str) -> tuple[str, ...]:
 
 def _indexers(plan: Plan) -> int:
     return -(-plan.layers // plan.dims.index_period)
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.bench import environment
+from lightning_indexer.check.memory import no_room
 from lightning_indexer.chunking import Request, plan_chunks
 from lightning_indexer.e2e.checks import Checked, Checker
 from lightning_indexer.e2e.clock import Clock, synchronize
@@ -109,7 +109,7 @@ def run(plan: Plan, device: torch.device, arch: Arch, progress: Callable[[str], 
     for context in plan.contexts:
         needed = needed_bytes(plan.dims, plan.layers, context, plan.step, plan.max_logits_bytes, dtype)
         held = 0 if stack is None else stack.weight_bytes()
-        reason = environment.no_room(needed - held, device)
+        reason = no_room(needed - held, device)
         sides: tuple[Side, ...] = ()
         if reason is None:
             try:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from lightning_indexer.check.cases import Form
+from lightning_indexer.problems.mqa_logits import Form
 
 
 @dataclass(frozen=True, slots=True)

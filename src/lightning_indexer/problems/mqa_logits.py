@@ -6,7 +6,7 @@ logits[m, n] = kv_scale[n] * sum_h weights[m, h] * relu(sum_d q[m, h, d] * k[n, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -25,6 +25,9 @@ from lightning_indexer.problems.checks import (
 
 OPERATION = "fp8_mqa_logits"
 OUT_DTYPES = (torch.float32, torch.bfloat16)
+# What stands outside the windows: -inf, anything, or no column at all.
+Form = Literal["clean", "noclean", "compressed"]
+FORMS: tuple[Form, ...] = ("clean", "noclean", "compressed")
 # Rows of the result start on this boundary: whole 32-byte sectors and 128-byte lines, whatever N is.
 ROW_ALIGN_BYTES = 256
 # Scores [H, rows, N] of one row chunk of the reference stay under this.
@@ -68,7 +71,7 @@ class MqaLogitsProblem(NamedTuple):
         return self.max_seqlen_k or self.keys
 
     @property
-    def form(self) -> str:
+    def form(self) -> Form:
         """``clean``, ``noclean`` (outside the windows unspecified) or ``compressed``; part of kernels' names."""
         return "compressed" if self.compressed else "clean" if self.clean_logits else "noclean"
 

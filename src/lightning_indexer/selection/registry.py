@@ -60,6 +60,15 @@ class Precompiled(Protocol):
         """Compiles what ``launch`` would load for ``problem``, unless it is there; gives the kernel's name."""
 
 
+@runtime_checkable
+class Varied(Kernel, Protocol):
+    """A kernel that may be given configs which its heuristic never chooses, or not at sizes that a simulator runs."""
+
+    def variants(self, problem: Any, arch: Arch, *, thorough: bool) -> Sequence[Any]:
+        """Configs to check beside the heuristic's: ``thorough``: all, else a few of every kind. A config with an
+        attribute ``chunk`` is checked over more keys than that."""
+
+
 class Backend(Protocol):
     """One way to compute some of the operations. See docs/adding-a-backend.md."""
 

@@ -93,3 +93,10 @@ def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[GluonConfig]:
     if problem.heads == 64 and problem.head_dim == 128:
         others.append(many_rows(problem, arch))
     return [chosen, *(config for config in dict.fromkeys(others) if config != chosen)]
+
+
+def variants(problem: MqaLogitsProblem, arch: Arch, *, thorough: bool) -> list[GluonConfig]:
+    """Checked beside the heuristic's: the config of many rows with few of them, and a chunk that keys pass."""
+    if (problem.heads, problem.head_dim) != (PREFERRED_HEADS, PREFERRED_HEAD_DIM):
+        return []
+    return [replace(many_rows(problem, arch), chunk=512)]

@@ -8,7 +8,7 @@ from lightning_indexer.amd import launcher_for, triton_amd
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
-from lightning_indexer.backends.gluon_gfx950.config import WAVES, GluonConfig, heuristic, is_wide, neighbours
+from lightning_indexer.backends.gluon_gfx950.config import WAVES, GluonConfig, heuristic, is_wide, neighbours, variants
 from lightning_indexer.backends.triton_launch import call_like, device_guard
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
 
@@ -20,6 +20,7 @@ MAX_POSITION = 2**31 - 2**14
 class MqaLogits:
     config = staticmethod(heuristic)
     neighbours = staticmethod(neighbours)
+    variants = staticmethod(variants)
 
     def supports(self, problem: MqaLogitsProblem, arch: Arch) -> str | None:
         if arch.name != "gfx950":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -65,26 +67,23 @@ class Tunables:
             raise ValueError(f"split_n: got {self.split_n!r}, expected 0 (the heuristic's) to {MAX_SPLITS}")
 
 
-@dataclass(frozen=True, slots=True)
-class KernelConfig:
-    """One kernel and its grid. Attributes as in :class:`Tunables`; ``heads``, ``clean``: of the problem."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig(Tunables):
+    """One kernel and its grid: every tunable set, and ``heads`` and ``clean`` of the problem."""
 
     heads: int
     clean: bool
-    strategy: Strategy
-    block_m: int
-    split_n: int
-    num_warps: int
-    unroll2: bool
-    reverse_rows: bool
-    relu: Relu
-    reduce: Reduce = "fma"
+
+    @property
+    def bfloat16_sums(self) -> bool:
+        """Values are rounded to bfloat16 before heads are summed."""
+        return self.reduce == "mfma"
 
     @property
     def name(self) -> str:
         """The kernel's name in traces; what is a launch argument is not in it."""
         form = "clean" if self.clean else "noclean"
-        pipeline = f"k{1 + self.unroll2}" if self.strategy == "stream" else f"lds2x{STAGE}"
+        pipeline = f"k{1 + bool(self.unroll2)}" if self.strategy == "stream" else f"lds2x{STAGE}"
         return (
             f"fp8_mqa_logits_H{self.heads}_D128_mfma32x32x64_{self.strategy}_r{self.block_m}_w{self.num_warps}"
             f"_{pipeline}_{self.relu}{'_bf16sum' if self.reduce == 'mfma' else ''}_{form}_hip"
@@ -107,7 +106,7 @@ class KernelConfig:
             "HEADS": self.heads,
             "BLOCK_M": self.block_m,
             "WAVES": self.num_warps,
-            "UNROLL2": int(self.unroll2),
+            "UNROLL2": int(bool(self.unroll2)),
             "CLEAN": int(self.clean),
             "RELU_CLAMP": int(self.relu == "clamp"),
             "REDUCE_MFMA": int(self.reduce == "mfma"),
@@ -147,8 +146,9 @@ def heuristic(problem: MqaLogitsProblem, arch: Arch, fixed: Tunables | None = No
     # Longest rows first, where their lengths differ by enough to show.
     reverse = problem.keys > 2048 if fixed.reverse_rows is None else fixed.reverse_rows
     config = KernelConfig(
-        problem.heads, problem.clean_logits, strategy, block_m, 1, num_warps, unroll2, reverse,
-        fixed.relu or "max", fixed.reduce or "fma",
+        heads=problem.heads, clean=problem.clean_logits, strategy=strategy, block_m=block_m, split_n=1,
+        num_warps=num_warps, unroll2=unroll2, reverse_rows=reverse, relu=fixed.relu or "max",
+        reduce=fixed.reduce or "fma",
     )  # fmt: skip
     return replace(config, split_n=fixed.split_n or _splits(problem, arch, config))
 
@@ -173,3 +173,31 @@ def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[KernelConfig]:
     found += [Tunables(block_m=2)]
     configs = [heuristic(problem, arch, fixed) for fixed in found]
     return [chosen, *(config for config in dict.fromkeys(configs) if config != chosen)]
+
+
+def variants(problem: MqaLogitsProblem, arch: Arch, *, thorough: bool) -> list[KernelConfig]:
+    """Checked beside the heuristic's: every combination that kernels are built for, or a few in both strategies."""
+    return [heuristic(problem, arch, fixed) for fixed in (_combinations if thorough else _few)(problem.heads)]
+
+
+def _combinations(heads: int) -> Iterator[Tunables]:
+    for strategy, block_m, warps, splits, reverse, relu, unroll2 in itertools.product(
+        ("stream", "lds"), (2, 4, 8), (1, 2, 4, 8), (1, 3), (False, True), ("clamp", "max"), (False, True)
+    ):
+        held = block_m * heads
+        if held > MAX_HEADS_OF_WAVE or (held > MAX_HEADS_OF_WAVE // 2 and warps > 4) or (unroll2 and strategy == "lds"):
+            continue
+        yield Tunables(strategy, block_m, splits, warps, unroll2, reverse, relu)  # type: ignore[arg-type]
+    yield from _SUMS
+
+
+def _few(heads: int) -> Iterator[Tunables]:
+    widest = min(8, MAX_HEADS_OF_WAVE // heads)
+    yield Tunables("stream", split_n=3)
+    yield Tunables("lds", split_n=3)
+    yield Tunables("stream", block_m=2, num_warps=2, unroll2=False, reverse_rows=True, split_n=1, relu="clamp")
+    yield Tunables("lds", block_m=widest, num_warps=2, reverse_rows=False, split_n=3, relu="clamp")
+    yield from _SUMS
+
+
+_SUMS = (Tunables("stream", reduce="mfma"), Tunables("lds", split_n=2, reduce="mfma"))

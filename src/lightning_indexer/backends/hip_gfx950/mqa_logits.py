@@ -18,6 +18,7 @@ from lightning_indexer.backends.hip_gfx950.config import (
     Tunables,
     heuristic,
     neighbours,
+    variants,
 )
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
 
@@ -44,6 +45,7 @@ class MqaLogits:
     """``tunables``: kept in place of the heuristic's choices, for measurements."""
 
     neighbours = staticmethod(neighbours)
+    variants = staticmethod(variants)
 
     def __init__(self, tunables: Tunables | None = None) -> None:
         self.tunables = tunables
@@ -102,7 +104,7 @@ class Launch:
             return
         k_stride, out_stride = k.stride(0) if self.keys > 1 else 0, out.stride(0) if self.rows > 1 else 0
         strides = (q.stride(0), q.stride(1), k_stride, weights.stride(0), out_stride)
-        scalars = (self.rows, self.keys, self.grid[0], self.grid[1], int(self.config.reverse_rows))
+        scalars = (self.rows, self.keys, self.grid[0], self.grid[1], int(bool(self.config.reverse_rows)))
         launcher_for(out.device).launch(
             self.built, self.grid, 64 * self.config.num_warps,
             (q, k, kv_scale, weights, ks, ke, out, *strides, *scalars), outputs=("out",),

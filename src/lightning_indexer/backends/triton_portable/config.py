@@ -61,3 +61,8 @@ def neighbours(problem: MqaLogitsProblem, arch: Arch) -> list[TileConfig]:
     others += [replace(chosen, num_warps=warps) for warps in (2, 8)]
     others += [replace(chosen, num_stages=stages) for stages in (2, 4)]
     return [chosen, *(config for config in dict.fromkeys(others) if config != chosen)]
+
+
+def variants(problem: MqaLogitsProblem, arch: Arch, *, thorough: bool) -> list[TileConfig]:
+    """Checked beside the heuristic's: a chunk of many tiles, for its pipelined loop."""
+    return [replace(heuristic(problem, arch), chunk=1024)]

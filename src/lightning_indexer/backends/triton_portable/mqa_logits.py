@@ -12,7 +12,7 @@ from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
 from lightning_indexer.backends.triton_launch import call_like, device_guard, within_2gib
-from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic, neighbours
+from lightning_indexer.backends.triton_portable.config import TileConfig, heuristic, neighbours, variants
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
 
 HEADS = (8, 16, 32, 64, 128)
@@ -24,6 +24,7 @@ MAX_POSITION = 2**31 - 2**14
 class MqaLogits:
     config = staticmethod(heuristic)
     neighbours = staticmethod(neighbours)
+    variants = staticmethod(variants)
 
     def supports(self, problem: MqaLogitsProblem, arch: Arch) -> str | None:
         if arch.vendor == "cpu" and not envs.triton_interprets():
