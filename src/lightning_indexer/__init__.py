@@ -1,16 +1,18 @@
-"""FP8 MQA logits: the "lightning indexer" scoring step of DeepSeek-V3.2/V4 and GLM-5 sparse attention.
+"""The "lightning indexer" of DeepSeek-V3.2/V4 and GLM-5 sparse attention: scores, and the positions they select.
 
-One call, :func:`fp8_mqa_logits`, on every accelerator. Importing this package touches no device, no compiler and no
-optional package: backends load when a call selects them.
+:func:`fp8_mqa_logits` scores, :func:`top_k_per_row` selects, on every accelerator. Importing this package touches no
+device, no compiler and no optional package: backends load when a call selects them.
 """
 
 from lightning_indexer._version import __version__
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
+from lightning_indexer.calls.top_k import top_k_per_row, top_k_workspace_bytes
 from lightning_indexer.chunking import Chunk, Request, plan_chunks
 from lightning_indexer.fp8 import decode_ue8m0, dequantize_k, quantize_k, quantize_q
 from lightning_indexer.problems.accuracy import calc_diff
 from lightning_indexer.problems.mqa_logits import MqaLogitsProblem, reference_logits
+from lightning_indexer.problems.top_k import TopKProblem, reference_top_k
 from lightning_indexer.selection.registry import BackendUnavailableError, explain, register, support_table
 from lightning_indexer.windows import windows_from_mask
 
@@ -20,6 +22,7 @@ __all__ = [
     "Chunk",
     "MqaLogitsProblem",
     "Request",
+    "TopKProblem",
     "__version__",
     "arch_of",
     "calc_diff",
@@ -31,7 +34,10 @@ __all__ = [
     "quantize_k",
     "quantize_q",
     "reference_logits",
+    "reference_top_k",
     "register",
     "support_table",
+    "top_k_per_row",
+    "top_k_workspace_bytes",
     "windows_from_mask",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 
 KNOWN: dict[str, str] = {
     "LIGHTNING_INDEXER_BACKEND": "run this backend for calls that name none (see `lightning-indexer info`)",
-    "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch; on the CPU, CDNA3 and CDNA4 are simulated",
+    "LIGHTNING_INDEXER_ARCH": "select as if the device were this arch; on the CPU, AMD archs that can be are simulated",
     "LIGHTNING_INDEXER_CACHE_DIR": "keep compiled kernels here (default ~/.cache/lightning-indexer)",
     "LIGHTNING_INDEXER_TRUST_CACHE": "1: load compiled kernels that other users may have written (default 0)",
     "LIGHTNING_INDEXER_KERNELS": "0: calls that name no backend run torch-blocked, on every device (default 1)",

@@ -168,7 +168,7 @@ def test_a_rocm_that_does_not_know_gfx950_comes_last(tmp_path, monkeypatch):
     if Path("/opt/rocm").exists():
         pytest.skip("another ROCm is here")
     assert amdgpu_clang._tools.__wrapped__().name == "clang of the ziglang package"
-    assert amdgpu_clang._knows_gfx950(amdgpu_clang._tools.__wrapped__())
+    assert amdgpu_clang._knows_every_arch(amdgpu_clang._tools.__wrapped__())
     monkeypatch.setattr(amdgpu_clang.packages, "installed", lambda name: False)
     assert amdgpu_clang._tools.__wrapped__().name == f"ROCm in {tmp_path}"
 

@@ -20,8 +20,7 @@ from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits as T
 from lightning_indexer.check import simulated, verify
 from lightning_indexer.check.cases import WINDOWS, Case, window_applies
 from lightning_indexer.check.mqa_logits import FN, FNUZ, MqaLogitsSuite, planted_inputs
-from lightning_indexer.check.simulated import SimulatedCase
-from lightning_indexer.check.verify import Finding, Outcome
+from lightning_indexer.check.verify import Finding, Outcome, SimulatedCase
 from lightning_indexer.cli import app as cli
 from lightning_indexer.selection import registry as dispatch
 

@@ -28,10 +28,6 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: .+? -->\s*$")
 # Programs of other projects.
 OTHERS = {"vllm", "sglang", "lm_eval"}
-# Ahead of a block, by a text that it holds: operands of a size that the simulator ends with.
-AHEAD = {
-    "with simulation(": "q, k, kv_scale, weights, ks, ke = q[:9], k[:70], kv_scale[:70], weights[:9], ks[:9], ke[:9]",
-}
 
 
 class Block(NamedTuple):
@@ -90,7 +86,6 @@ def test_python_runs(page, tmp_path):
     script = []
     for block in PYTHON:
         if block.page == page and block.runs:
-            script += [("ahead", code) for text, code in AHEAD.items() if text in block.text]
             script.append((block.name, block.text))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -21,7 +21,8 @@ from lightning_indexer.backends.hip_gfx950.mqa_logits import MqaLogits  # noqa: 
 from lightning_indexer.check.bounds import BFLOAT16_SUMS  # noqa: E402
 from lightning_indexer.check.cases import Inputs, make_inputs, make_windows  # noqa: E402
 from lightning_indexer.check.mqa_logits import MqaLogitsSuite  # noqa: E402
-from lightning_indexer.check.simulated import SimulatedCase, run_case  # noqa: E402
+from lightning_indexer.check.simulated import run_case  # noqa: E402
+from lightning_indexer.check.verify import SimulatedCase  # noqa: E402
 from lightning_indexer.model.cost import Model  # noqa: E402
 from lightning_indexer.model.rates import MI355X  # noqa: E402
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall  # noqa: E402

@@ -1,4 +1,4 @@
-"""Kernel arguments as the bytes of a kernarg segment, where tensors stand for their addresses."""
+"""What a launch is given: sizes, and arguments as the bytes of a kernarg segment, tensors as their addresses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 
 # A by-value struct goes as its bytes, or as a ctypes structure.
 Value = torch.Tensor | int | float | bytes | ctypes.Structure
+# Along x, y and z: workgroups of a grid, or lanes of a workgroup.
+Grid = tuple[int, int, int]
+
+
+def three(block: int | Grid) -> Grid:
+    """A block's sizes along x, y, z."""
+    return (block, 1, 1) if isinstance(block, int) else block
 
 
 def pack_arguments(info: KernelInfo, arguments: Sequence[Value]) -> bytes:

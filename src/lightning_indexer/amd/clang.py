@@ -22,6 +22,7 @@ from lightning_indexer import artifacts, envs, packages
 from lightning_indexer.amd import cdna
 from lightning_indexer.amd.built import Built, get_or_build
 from lightning_indexer.amd.repair import VERSION, repair
+from lightning_indexer.arch import Arch
 from lightning_indexer.artifacts import CompileError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def compile_hip(
 
     Args:
         source: the .hip file; its folder is the include path.
-        arch: e.g. ``gfx950``.
+        arch: e.g. ``gfx942``.
         macros: the compile-time configuration.
         flags: for clang, after the common ones.
 
@@ -117,7 +118,7 @@ def assemble(asm_text: str, arch: str) -> CodeObject:
 
     Args:
         asm_text: a whole file: ``.amdgcn_target`` is not needed, ``.amdhsa_kernel`` is.
-        arch: e.g. ``gfx950``.
+        arch: e.g. ``gfx942``.
 
     Raises:
         CompileError: with the assembler's message.
@@ -158,7 +159,7 @@ def _tools() -> Tools | None:
     """ROCm's compiler where it knows every arch here, else that of ``ziglang``, else ROCm's."""
     old = list(_rocm_tools())
     for found in old:
-        if _knows_gfx950(found):
+        if _knows_every_arch(found):
             return found
     if packages.installed("ziglang"):
         zig = (sys.executable, "-m", "ziglang")
@@ -177,10 +178,11 @@ def _rocm_tools() -> Iterator[Tools]:
                 yield Tools((str(clang),), (str(clang.with_name("ld.lld")),), f"ROCm in {root}")
 
 
-def _knows_gfx950(tools: Tools) -> bool:
-    """ROCm before 7.0 does not."""
+def _knows_every_arch(tools: Tools) -> bool:
+    """By the newest of those that kernels here are compiled for; ROCm before 7.0 does not have CDNA4."""
+    newest = [arch for arch in Arch.known() if arch.simulated][-1]
     line = "v_mfma_scale_f32_32x32x64_f8f6f4 v[0:15], v[16:23], v[24:31], 0, v32, v32"
-    command = [*tools.clang, "-x", "assembler", *_target("gfx950"), "-c", "-", "-o", os.devnull]
+    command = [*tools.clang, "-x", "assembler", *_target(newest.name), "-c", "-", "-o", os.devnull]
     try:
         return subprocess.run(command, input=line, capture_output=True, text=True, check=False).returncode == 0
     except OSError:  # it cannot be run

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_indexer import envs, packages
-from lightning_indexer.amd import cdna
 from lightning_indexer.amd import clang as amdgpu_clang
 from lightning_indexer.amd.built import Built, get_or_build
 from lightning_indexer.amd.repair import VERSION, repair
@@ -51,7 +50,7 @@ def compile_flydsl(
         factory: ``package.module:function``. ``function(**parameters)`` returns the ``@flyc.jit`` launcher and the
             tuple of arguments that specialise it; tensors are on the CPU, the stream is ``fx.Stream(None)``.
         parameters: for the factory; what JSON can hold.
-        arch: e.g. ``gfx950``.
+        arch: e.g. ``gfx942``.
         argument_names: what to call the kernel's arguments; FlyDSL does not keep their names.
 
     Raises:
@@ -74,9 +73,9 @@ def compile_flydsl(
         what = f"{factory} for {arch} with {dict(parameters)}"
         while (answer := _process(arch, text).compile(what, factory, parameters)) is None:
             pass  # another thread was interrupted, and its process ended with it
-        elf, printed = answer
+        _, printed = answer
         isa = repair(printed, arch)
-        code_object = cdna.code_object(elf) if isa is printed else amdgpu_clang.assemble(_without_target(isa), arch)
+        code_object = amdgpu_clang.assemble(_portable(isa), arch)
         return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler, argument_names)
 
     return get_or_build(key, build)
@@ -177,8 +176,10 @@ def _linker(root: Path) -> Path:
     return root
 
 
-def _without_target(isa: str) -> str:
-    """The text less the directive that names its target, which LLVM versions spell differently."""
+def _portable(isa: str) -> str:
+    """The text as code object V5, which ROCm before 7 loads too, and less the directive that names its target, which
+    LLVM versions spell differently."""
+    isa = re.sub(r"(?m)^\s*\.amdhsa_code_object_version.*$", ".amdhsa_code_object_version 5", isa)
     return re.sub(r"(?m)^\s*\.amdgcn_target.*$", "", isa)
 
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_indexer.amd.arguments import Value, pack_arguments
+from lightning_indexer.amd.arguments import Grid, Value, pack_arguments, three
 from lightning_indexer.amd.built import Built
-from lightning_indexer.amd.launcher import Grid, three
 
 if TYPE_CHECKING:
     from cdna_sim import CodeObject

@@ -8,11 +8,9 @@ from typing import Protocol
 import torch
 
 from lightning_indexer import envs
-from lightning_indexer.amd.arguments import Value
+from lightning_indexer.amd.arguments import Grid, Value
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
-
-Grid = tuple[int, int, int]
 
 
 class Launcher(Protocol):
@@ -58,8 +56,3 @@ def simulates(arch: Arch) -> bool:
     from lightning_indexer.amd import simulated as simulator
 
     return arch.vendor == "amd" and (simulator.current() is not None or not envs.triton_interprets())
-
-
-def three(block: int | Grid) -> Grid:
-    """A block's sizes along x, y, z."""
-    return (block, 1, 1) if isinstance(block, int) else block

@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_indexer.arch import gpu_arch
+
 VERSION = "wait states 1"  # in keys of caches
 # What has 16 passes on gfx950, in the order of LLVM's scheduling model: 32 x 32 results with 8-bit operands of k = 64,
 # and the older shapes of two blocks.
@@ -45,9 +47,9 @@ def repair(isa: str, arch: str) -> str:
 
     Args:
         isa: what a compiler printed for one kernel.
-        arch: e.g. ``gfx950``; others are returned as they are.
+        arch: e.g. ``gfx942``; the text for one whose row does not say ``repaired`` is returned as it is.
     """
-    if arch != "gfx950":
+    if not gpu_arch(arch).repaired:
         return isa
     lines = isa.split("\n")
     code, labels = _parse(lines)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_indexer.amd import cdna
-from lightning_indexer.amd.arguments import Value
+from lightning_indexer.amd.arguments import Grid, Value
 from lightning_indexer.amd.built import Built
-from lightning_indexer.amd.launcher import Grid
 from lightning_indexer.arch import Arch, assume
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def simulation(arch: str, options: Options | None = None) -> Iterator[SimLaunche
     """Inside, calls whose tensors are on the CPU run as on ``arch``, their kernels in the simulator.
 
     Args:
-        arch: ``gfx942`` or ``gfx950``.
+        arch: one whose row in ``arch`` says ``simulated``.
         options: how the simulator runs.
 
     Yields:

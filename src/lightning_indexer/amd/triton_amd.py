@@ -17,6 +17,7 @@ from lightning_indexer import packages
 from lightning_indexer.amd import cdna
 from lightning_indexer.amd.built import Built, get_or_build
 from lightning_indexer.amd.repair import VERSION, repair
+from lightning_indexer.arch import gpu_arch
 from lightning_indexer.artifacts import CompileError
 
 
@@ -48,7 +49,7 @@ def specialise(jit_fn: Any, arguments: Mapping[str, Any], arch: str, options: Ma
     Args:
         jit_fn: the ``@triton.jit`` or ``@gluon.jit`` function.
         arguments: every parameter by name; tensors may be on any device, ``meta`` included.
-        arch: e.g. ``gfx950``.
+        arch: e.g. ``gfx942``.
         options: the compiler's, e.g. ``num_warps``.
     """
     _refuse_interpreted(jit_fn)
@@ -81,7 +82,7 @@ def compile_triton(
     Args:
         jit_fn: the ``@triton.jit`` (or, with ``gluon``, ``@gluon.jit``) function.
         signature, constexprs, attrs: as in :class:`Specialised`; constexprs may go by name.
-        arch: e.g. ``gfx950``.
+        arch: e.g. ``gfx942``.
         options: the compiler's, e.g. ``num_warps``.
 
     Raises:
@@ -132,7 +133,7 @@ def repaired(arch: str) -> Iterator[None]:
     Triton's hook for this is one for the process: whatever else is compiled meanwhile is repaired too, and someone
     else's hook is kept. Does nothing for archs that need nothing.
     """
-    if arch != "gfx950":
+    if not gpu_arch(arch).repaired:
         yield
         return
     from triton import knobs

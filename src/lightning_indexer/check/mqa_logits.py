@@ -32,8 +32,7 @@ from lightning_indexer.check.cases import (
     window_applies,
 )
 from lightning_indexer.check.guarded import GuardedOutput
-from lightning_indexer.check.simulated import SimulatedCase
-from lightning_indexer.check.verify import Finding
+from lightning_indexer.check.verify import Finding, SimulatedCase
 from lightning_indexer.fp8 import E4M3FNUZ_MAX, quantize_k
 from lightning_indexer.problems.accuracy import calc_diff
 from lightning_indexer.problems.mqa_logits import (

@@ -11,8 +11,6 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,31 +18,8 @@ from lightning_indexer import envs
 from lightning_indexer.amd import simulation
 from lightning_indexer.arch import Arch
 from lightning_indexer.check import verify
-from lightning_indexer.check.verify import Outcome
+from lightning_indexer.check.verify import Outcome, SimulatedCase
 from lightning_indexer.selection import registry
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedCase:
-    """One call.
-
-    Attributes:
-        operation, case: of which suite, what is called.
-        arch, backend: what runs it.
-        config: of the backend's kernel, in place of the heuristic's; None leaves it to that.
-        seed: of the order of the waves.
-    """
-
-    operation: str
-    case: Any
-    arch: str
-    backend: str
-    config: Any = None
-    seed: int = 0
-
-    def __str__(self) -> str:
-        config = f" {self.config}" if self.config is not None else ""
-        return f"{self.arch} {self.backend} {self.case}{config} seed={self.seed}"
 
 
 def supported(cases: Sequence[SimulatedCase]) -> tuple[list[SimulatedCase], Counter[str]]:

@@ -14,8 +14,7 @@ import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.calls.top_k import top_k_per_row
-from lightning_indexer.check.simulated import SimulatedCase
-from lightning_indexer.check.verify import Finding
+from lightning_indexer.check.verify import Finding, SimulatedCase
 from lightning_indexer.problems.top_k import OPERATION, IndexBase, Order, Tie, TopKProblem, reference_top_k
 
 POISON = -0x3F3F3F3F  # no index is as small

@@ -9,15 +9,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.selection import registry
-
-if TYPE_CHECKING:
-    from lightning_indexer.check.simulated import SimulatedCase
 
 Status = Literal["pass", "fail", "unsupported", "dropped"]
 STATUSES: tuple[Status, ...] = ("pass", "fail", "unsupported", "dropped")
@@ -62,6 +59,29 @@ class Outcome:
     repeated: bool = False
     instructions: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCase:
+    """One call.
+
+    Attributes:
+        operation, case: of which suite, what is called.
+        arch, backend: what runs it.
+        config: of the backend's kernel, in place of the heuristic's; None leaves it to that.
+        seed: of the order of the waves.
+    """
+
+    operation: str
+    case: Any
+    arch: str
+    backend: str
+    config: Any = None
+    seed: int = 0
+
+    def __str__(self) -> str:
+        config = f" {self.config}" if self.config is not None else ""
+        return f"{self.arch} {self.backend} {self.case}{config} seed={self.seed}"
 
 
 class Suite(Protocol):

@@ -20,8 +20,7 @@ from lightning_indexer.cli.common import err, out
 from lightning_indexer.selection import registry
 
 if TYPE_CHECKING:
-    from lightning_indexer.check.simulated import SimulatedCase
-    from lightning_indexer.check.verify import Outcome, Summary
+    from lightning_indexer.check.verify import Outcome, SimulatedCase, Summary
 
 # Failures of a backend that are shown one by one; the others are counted.
 SHOWN = 10
