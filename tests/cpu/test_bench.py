@@ -239,7 +239,7 @@ def test_speedups_pair_the_rows_of_one_case():
 
 
 def test_summary_of_every_group():
-    groups = {summary.group: summary for summary in report.summarise(ROWS, ["ours"])}
+    groups = {summary.group: summary for summary in report.summarise(ROWS, ["ours"], report.GROUPS)}
     assert set(groups) == {"causal", "multi_req", "clean_logits=True", "clean_logits=False", "all"}
     assert all((summary.subject, summary.other) == ("ours", "theirs") for summary in groups.values())
     found = {name: (s.cases, s.geomean, s.low, s.high, s.wins) for name, s in groups.items()}
@@ -251,18 +251,22 @@ def test_summary_of_every_group():
 
 
 def test_equal_times_are_no_win():
-    [summary] = [s for s in report.summarise([row_of("a", 3.0), row_of("b", 3.0)], ["a"]) if s.group == "all"]
+    [summary] = [
+        s for s in report.summarise([row_of("a", 3.0), row_of("b", 3.0)], ["a"], report.GROUPS) if s.group == "all"
+    ]
     assert (summary.geomean, summary.wins) == (1.0, 0)
 
 
 def test_compressed_logits_are_a_group_of_their_own():
-    summaries = report.summarise([row_of("a", 3.0, form="compressed"), row_of("b", 6.0, form="compressed")], ["a"])
+    summaries = report.summarise(
+        [row_of("a", 3.0, form="compressed"), row_of("b", 6.0, form="compressed")], ["a"], report.GROUPS
+    )
     assert {summary.group for summary in summaries} == {"causal", "compressed", "all"}
 
 
 def test_two_backends_are_compared_once():
     rows = [row_of(name, 1.0) for name in ("a", "b", "peer")]
-    pairs = {(summary.subject, summary.other) for summary in report.summarise(rows, ["a", "b"])}
+    pairs = {(summary.subject, summary.other) for summary in report.summarise(rows, ["a", "b"], report.GROUPS)}
     assert pairs == {("a", "b"), ("a", "peer"), ("b", "peer")}
 
 
@@ -286,7 +290,7 @@ def tables_of(text: str) -> list[list[list[str]]]:
 
 
 def markdown(facts=FACTS) -> str:
-    summaries = report.summarise(ROWS, ["ours"])
+    summaries = report.summarise(ROWS, ["ours"], report.GROUPS)
     return report.markdown(ROWS, summaries, CEILINGS, facts, ["theirs: a note"], "lightning-indexer bench --heads 64")
 
 
@@ -343,7 +347,7 @@ def no_constant(name: str) -> None:
 
 def test_files_hold_the_numbers(tmp_path):
     folder = tmp_path / "new" / "folder"
-    summaries = report.summarise(ROWS, ["ours"])
+    summaries = report.summarise(ROWS, ["ours"], report.GROUPS)
     paths = report.write(folder, markdown(), ROWS, summaries, CEILINGS, FACTS)
     assert [path.name for path in paths] == ["bench.md", "bench.csv", "bench.json"]
     assert paths[0].read_text() == markdown()

@@ -38,9 +38,9 @@ def prompt():
     return make_prompt(CONTEXT, TINY.hidden, NEEDLES, CPU, torch.float32, seed=0)
 
 
-def prefill(tiny, prompt, *, backend="torch-blocked", step=STEP, budget=BUDGET, observer=None):
+def prefill(tiny, prompt, *, backend="torch-blocked", selection=None, step=STEP, budget=BUDGET, observer=None):
     return tiny.prefill(
-        prompt.embeddings, backend, step=step, max_logits_bytes=budget, clock=Clock(CPU), observer=observer
+        prompt.embeddings, backend, selection, step=step, max_logits_bytes=budget, clock=Clock(CPU), observer=observer
     )
 
 
@@ -88,6 +88,8 @@ def test_selections_are_the_top_k_of_the_window(tiny, prompt):
         rows = torch.arange(scored.first_position, scored.first_position + scored.q.shape[0])
         assert torch.equal(scored.ke - scored.ks, rows.int() + 1)
         logits = fp8_mqa_logits(scored.q, (scored.k, scored.kv_scale), scored.weights, scored.ks, scored.ke)
+        inside = torch.arange(logits.shape[1]) < scored.ke[:, None]
+        assert torch.equal(scored.logits[inside], logits[inside])
         for row, position in enumerate(rows.tolist()):
             chosen = scored.selected[row]
             count = min(TINY.index_topk, position + 1)
@@ -156,17 +158,56 @@ def test_needed_bytes_counts_the_weights(tiny):
 # Needles and checks
 
 
-def checked(tiny, prompt, backend="torch-blocked"):
+def checked(tiny, prompt, backend="torch-blocked", selection=None):
     checker = checks.Checker(tiny, prompt, rows=24, seed=0)
-    prefill(tiny, prompt, backend=backend, observer=checker.observer())
+    prefill(tiny, prompt, backend=backend, selection=selection, observer=checker.observer())
     return checker.result()
 
 
-def test_needles_are_found_and_answered(tiny, prompt):
-    result = checked(tiny, prompt)
+@pytest.mark.parametrize("selection", [stack.TORCH, None, "torch-blocked"])
+def test_needles_are_found_and_answered(tiny, prompt, selection):
+    result = checked(tiny, prompt, selection=selection)
     assert (result.needles, result.selected, result.answered) == (NEEDLES, NEEDLES, NEEDLES)
     assert result.overlap_mean == result.overlap_worst == 1.0
-    assert result.rows >= 24
+    assert result.exact == result.rows >= 24
+
+
+def test_a_selection_that_is_not_a_top_k_is_counted(monkeypatch, tiny, prompt):
+    """Each in one slot of every row: a key twice, a key outside of the window, a worse key, a key left out."""
+    select = stack.top_k_per_row
+    faults = {
+        "twice": lambda out, ke: out[:, 1],
+        "outside": lambda out, ke: ke.clamp(max=CONTEXT - 1),
+        "worse": lambda out, ke: torch.tensor(
+            [min(set(range(end)) - set(row)) for row, end in zip(out.tolist(), ke.tolist(), strict=True)]
+        ),
+        "left out": lambda out, ke: -1,
+    }
+    for name, fault in faults.items():
+
+        def wrong(logits, k, ks, ke, fault=fault, **options):
+            out = select(logits, k, ks, ke, **options)
+            longer = ke > k  # every key of a shorter row is selected
+            if bool(longer.any()):
+                out[longer, 0] = torch.as_tensor(fault(out[longer], ke[longer]), dtype=torch.int32)
+            return out
+
+        monkeypatch.setattr(stack, "top_k_per_row", wrong)
+        checker = checks.Checker(tiny, prompt, rows=24, seed=0)
+        prefill(tiny, prompt, observer=checker.observer())
+        result = checker.result()
+        assert result.exact == sum(row < TINY.index_topk for row in checker._rows) < result.rows, name
+
+
+def test_equal_scores_at_the_cut_count_for_each_other():
+    """Scores 3, 2, 2, 1 and k = 2: the best and any of its followers."""
+    expected = torch.tensor([[2.0, 3.0, 1.0, 2.0, float("-inf")]]).expand(5, 5)
+    selected = torch.tensor([[1, 0], [3, 1], [0, 3], [1, 2], [1, -1]], dtype=torch.int32)
+    assert checks._overlaps(expected, selected) == [1.0, 1.0, 0.5, 0.5, 0.5]
+    assert checks._overlaps(expected[:1], torch.tensor([[1, 5]])) == [0.5]
+    ks, ke = torch.zeros(5, dtype=torch.int32), torch.full((5,), 4, dtype=torch.int32)
+    exact = [checks._exact_rows(expected[:1], one[None], ks[:1], ke[:1]) for one in selected]
+    assert exact == [1, 1, 0, 0, 0]
 
 
 def test_needles_lie_before_their_questions(prompt):
@@ -207,6 +248,7 @@ def test_a_wrong_kernel_lowers_the_overlap(monkeypatch, tiny, prompt):
 def plan(tmp_path, **changes):
     values = {
         "dims": TINY, "layers": 2, "contexts": (96, 128), "backends": ("torch-blocked", "torch-blocked"),
+        "selections": (stack.TORCH, None),
         "step": 64, "max_logits_bytes": 128 * 128, "repeats": 2, "needles": NEEDLES, "checked_rows": 8, "seed": 0,
         "trace_folder": tmp_path,
     }  # fmt: skip
@@ -233,8 +275,9 @@ def test_a_b_a_b(tmp_path, monkeypatch):
             assert traces.load(side.trace)["aten::bmm"].launches > 0
     assert report.failures(results) == []
     text = report.markdown(chosen, results, {"device": "here"}, "a command")
-    assert "| 128 | B | torch-blocked |" in text
-    assert f"{NEEDLES}/{NEEDLES} | 100.000%, 100.00%" in text
+    assert "| 128 | A | torch-blocked | torch.topk |" in text
+    assert "| 128 | B | torch-blocked | policy: torch-blocked |" in text
+    assert f"{NEEDLES}/{NEEDLES} | 100.000%, 100.00% | " in text
     assert text.count("| all kernels |") == 2
     paths = report.write(tmp_path, text, chosen, results, {})
     document = json.loads(paths[1].read_text())
@@ -321,9 +364,9 @@ def test_the_report_says_what_the_policy_ran(tmp_path, monkeypatch):
     asked = []
     scored = stack.fp8_mqa_logits
 
-    def score(*args, backend):
+    def score(*args, clean_logits, backend):
         asked.append(backend)
-        return scored(*args, backend=backend)
+        return scored(*args, clean_logits=clean_logits, backend=backend)
 
     monkeypatch.setattr(stack, "fp8_mqa_logits", score)
     chosen = plan(tmp_path, contexts=(96,), backends=("torch-blocked", None), repeats=1, trace_folder=None)
@@ -331,12 +374,17 @@ def test_the_report_says_what_the_policy_ran(tmp_path, monkeypatch):
     assert set(asked) == {"torch-blocked", None}  # None all through: the library chooses for each call
     text = report.markdown(chosen, results, {}, "")
     calls = len(run.problems(TINY, 96, 64, 128 * 128))
-    assert "A = `torch-blocked`, B = `policy`" in text
-    assert "| 96 | B | policy: torch-blocked |" in text
-    assert f"B: the policy's choice; calls of one layer by backend: torch-blocked {calls}" in text
+    assert "A = `torch-blocked + torch.topk`, B = `policy + policy`" in text
+    assert "| 96 | B | policy: torch-blocked | policy: torch-blocked |" in text
+    assert f"B, scoring: the policy's choice; calls of one layer by backend: torch-blocked {calls}" in text
+    assert f"B, selection: the policy's choice; calls of one layer by backend: torch-blocked {calls}" in text
     document = json.loads(report.write(tmp_path, text, chosen, results, {})[1].read_text())
     assert [(r["backend"], r["ran"]) for r in document["runs"]] == [
         ("torch-blocked", {"torch-blocked": calls}),
+        ("policy", {"torch-blocked": calls}),
+    ]
+    assert [(r["selection"], r["selection_ran"]) for r in document["runs"]] == [
+        ("torch.topk", {"torch.topk": calls}),
         ("policy", {"torch-blocked": calls}),
     ]
 
@@ -356,9 +404,22 @@ def test_the_command(tmp_path, monkeypatch):
         "--context", "128", "--repeats", "1", "--needles", "4", "--no-trace", "--rows", "4", "--results", str(folder)
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert "A and B are both torch-blocked" in result.output
+    assert "A = `policy + torch.topk`, B = `policy + policy`" in result.output
+    assert "A and B are both" not in result.output
     assert (folder / "e2e.md").is_file()
     assert json.loads((folder / "e2e.json").read_text())["runs"][0]["selected"] == 4
+
+
+def test_sides_that_name_backends_select_alike(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_indexer.cli.engines.MODELS", {"glm-5.2": TINY})
+    monkeypatch.setattr(type(TINY), "small", lambda self: self)
+    arguments = ("--context", "128", "--repeats", "1", "--needles", "4", "--no-trace", "--rows", "4")
+    result = invoke(*arguments, "--a", "torch-blocked", "--results", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "A = `torch-blocked + policy`, B = `policy + policy`" in result.output
+    assert "A and B are both torch-blocked + torch-blocked" in result.output
+    result = invoke(*arguments, "--select-b", "torch.topk", "--results", str(tmp_path))
+    assert "A and B are both torch-blocked + torch.topk" in result.output
 
 
 def test_the_command_fails_where_a_backend_loses_needles(tmp_path, monkeypatch):
@@ -372,7 +433,7 @@ def test_the_command_fails_where_a_backend_loses_needles(tmp_path, monkeypatch):
     arguments = ("--context", "128", "--repeats", "1", "--needles", "4", "--no-trace", "--rows", "4")
     result = invoke(*arguments, "--b", "faulty", "--results", str(tmp_path))
     assert result.exit_code == 1
-    assert "FAIL context 128, B faulty: needles" in result.output
+    assert "FAIL context 128, B faulty, selection policy: torch-blocked: needles" in result.output
     assert "A torch-blocked" not in result.output.split("FAIL")[1]
 
 
@@ -395,6 +456,9 @@ def test_results_that_cannot_be_written_are_refused_before_the_run(tmp_path, mon
         (("--context", "long"), "got 'long', expected positive integers"),
         (("--context", "32"), "got 32 tokens, expected at least 64 for 16 needles"),
         (("--a", "cutlass"), "got 'cutlass', expected one of"),
+        (("--a", "torch.topk"), "got 'torch.topk', expected one of"),
+        (("--select-a", "torch"), "got 'torch', expected one of"),
+        (("--select-b", "cuda-sm90"), "needs sm90 (H100, H200), this is cpu"),
         (("--b", "cuda-sm90"), "needs sm90 (H100, H200), this is cpu"),
         (("--context", "1048576", "--max-logits-mb", "1"), "got 1 MiB, less than one row of 1048576 logits"),
     ],

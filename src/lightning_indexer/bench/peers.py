@@ -115,10 +115,10 @@ def find(device: torch.device) -> tuple[list[Peer], list[str]]:
     absent: list[str] = []
     if device.type == "cpu":
         return [Einsum()], ["deep_gemm, aiter: GPU only"]
-    deep_gemm = _first_module(("deep_gemm", "vllm.third_party.deep_gemm"), absent)
+    deep_gemm = first_module(("deep_gemm", "vllm.third_party.deep_gemm"), absent)
     if deep_gemm is not None:
         peers.append(DeepGemm(deep_gemm))
-    aiter = _first_module(("aiter.ops.triton.attention.fp8_mqa_logits", "aiter.ops.triton.fp8_mqa_logits"), absent)
+    aiter = first_module(("aiter.ops.triton.attention.fp8_mqa_logits", "aiter.ops.triton.fp8_mqa_logits"), absent)
     if aiter is not None:
         peers.append(Aiter(aiter.fp8_mqa_logits))
     return peers, absent
@@ -131,7 +131,8 @@ def _takes(function: Callable[..., object], argument: str) -> bool:
         return argument in (function.__doc__ or "")
 
 
-def _first_module(names: tuple[str, ...], absent: list[str]) -> ModuleType | None:
+def first_module(names: tuple[str, ...], absent: list[str]) -> ModuleType | None:
+    """The first of these modules that can be imported; where none can, a line of ``absent`` says why."""
     reasons = []
     for name in names:
         try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from lightning_indexer.bench.sweep import Row
 from lightning_indexer.bench.timing import Ceilings
@@ -37,7 +38,21 @@ class Summary:
     wins: int
 
 
-def speedups(rows: Sequence[Row], subject: str, other: str) -> list[tuple[Row, float]]:
+class Measured(Protocol):
+    """One contender on one case, of any operation; ``median`` is None where it did not run."""
+
+    @property
+    def case(self) -> Any: ...
+    @property
+    def contender(self) -> str: ...
+    @property
+    def median(self) -> float | None: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Measured)
+
+
+def speedups(rows: Sequence[AnyRow], subject: str, other: str) -> list[tuple[AnyRow, float]]:
     """(row of ``subject``, time of ``other`` / time of ``subject``) for every case that both ran."""
     theirs = {row.case: row.median for row in rows if row.contender == other and row.median}
     return [
@@ -47,7 +62,9 @@ def speedups(rows: Sequence[Row], subject: str, other: str) -> list[tuple[Row, f
     ]
 
 
-def summarise(rows: Sequence[Row], backends: Sequence[str]) -> list[Summary]:
+def summarise(
+    rows: Sequence[AnyRow], backends: Sequence[str], groups: Mapping[str, Callable[[AnyRow], bool]]
+) -> list[Summary]:
     """One line a pair (backend, any other contender) and group that has cases."""
     contenders = list(dict.fromkeys(row.contender for row in rows))
     result = []
@@ -56,7 +73,7 @@ def summarise(rows: Sequence[Row], backends: Sequence[str]) -> list[Summary]:
             if other == subject or other in backends[:index]:
                 continue
             pairs = speedups(rows, subject, other)
-            for group, belongs in GROUPS.items():
+            for group, belongs in groups.items():
                 ratios = [ratio for row, ratio in pairs if belongs(row)]
                 if ratios:
                     geomean = math.exp(sum(map(math.log, ratios)) / len(ratios))
@@ -91,17 +108,25 @@ def markdown(
          f"of {ceilings.product_name}", "of copy", "extra MiB", "calc_diff"),
         [_cells(row, ceilings, on_gpu) for row in rows],
     )  # fmt: skip
-    if summaries:
-        lines += ["", "Speedup: time of the other over time of the first; above 1 the first is faster.", ""]
-        lines += table(
+    lines += summary_table(summaries)
+    return "\n".join([*lines, "", f"Repeat with: `{command}`", ""])
+
+
+def summary_table(summaries: Sequence[Summary]) -> list[str]:
+    """The speedups as a table with a line that says what they are; nothing where there are none."""
+    if not summaries:
+        return []
+    return [
+        "", "Speedup: time of the other over time of the first; above 1 the first is faster.", "",
+        *table(
             ("first", "against", "group", "cases", "geomean", "range", "wins"),
             [
                 (s.subject, s.other, s.group, str(s.cases), f"{s.geomean:.2f}x", f"{s.low:.2f}x - {s.high:.2f}x",
                  f"{s.wins} / {s.cases}")
                 for s in summaries
             ],
-        )  # fmt: skip
-    return "\n".join([*lines, "", f"Repeat with: `{command}`", ""])
+        ),
+    ]  # fmt: skip
 
 
 def table(header: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
@@ -167,20 +192,27 @@ def write(
     facts: dict[str, str],
 ) -> list[Path]:
     """Writes bench.md, bench.csv and bench.json into ``folder``; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / name for name in ("bench.md", "bench.csv", "bench.json")]
-    paths[0].write_text(text)
-    flat = records(rows)
-    with paths[1].open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(flat[0]) if flat else [])
-        writer.writeheader()
-        writer.writerows(flat)
-    summary = [{name: getattr(s, name) for name in Summary.__slots__} for s in summaries]
     measured = {
         "product": ceilings.product_name,
         "product_tflops": ceilings.product_tflops,
         "copy_gbs": ceilings.copy_gbs,
     }
-    document = {"environment": facts, "ceilings": measured, "rows": flat, "summary": summary}
+    return write_files(folder, "bench", text, records(rows), summaries, {"environment": facts, "ceilings": measured})
+
+
+def write_files(
+    folder: Path, name: str, text: str, flat: Sequence[dict[str, object]], summaries: Sequence[Summary],
+    document: Mapping[str, object],
+) -> list[Path]:  # fmt: skip
+    """Writes name.md, name.csv and name.json; the last has ``document``, the rows and the summary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{kind}" for kind in ("md", "csv", "json")]
+    paths[0].write_text(text)
+    with paths[1].open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(flat[0]) if flat else [])
+        writer.writeheader()
+        writer.writerows(flat)
+    summary = [{name: getattr(s, name) for name in Summary.__slots__} for s in summaries]
+    document = {**document, "rows": flat, "summary": summary}
     paths[2].write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     return paths

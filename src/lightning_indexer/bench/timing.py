@@ -13,7 +13,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds. ``p20`` and ``p80`` are percentiles over ``runs`` runs; ``host`` is the time the caller is held."""
+    """Microseconds. ``p20`` and ``p80`` are percentiles over ``runs`` runs; ``host`` is the time the caller is held;
+    ``cpu`` is what a run takes of all cores together, None on a GPU.
+    """
 
     median: float
     p20: float
@@ -21,6 +23,7 @@ class Timing:
     host: float
     runs: int
     extra_bytes: int | None
+    cpu: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +42,20 @@ def measure(call: Callable[[], object], device: torch.device, budget_ms: float =
     """Times ``call`` until about ``budget_ms`` are spent; on a GPU with the L2 cache flushed before each run."""
     call()
     extra = _extra_bytes(call, device)
+    cpu = None
     if device.type == "cuda":
         from triton.testing import do_bench
 
         times = [1e3 * ms for ms in do_bench(call, warmup=budget_ms / 4, rep=budget_ms, return_mode="all")]
         host = _host_overhead(call, budget_ms / 1e3)
     else:
+        begun = time.process_time()
         times = _cpu_times(call, budget_ms / 1e3)
+        cpu = 1e6 * (time.process_time() - begun) / len(times)
         host = 0.0  # the caller is held for the whole call
     times.sort()
     return Timing(
-        statistics.median(times), times[len(times) // 5], times[-1 - len(times) // 5], host, len(times), extra
+        statistics.median(times), times[len(times) // 5], times[-1 - len(times) // 5], host, len(times), extra, cpu
     )  # fmt: skip
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 import typer
@@ -14,9 +11,9 @@ from rich.table import Table
 
 from lightning_indexer import __version__, envs
 from lightning_indexer.arch import Arch, arch_of
-from lightning_indexer.check.cases import PERFORMANCE_SHAPES, WINDOWS
 from lightning_indexer.chunking import parse_requests, plan_chunks
 from lightning_indexer.cli import amd as cli_amd
+from lightning_indexer.cli import bench as cli_bench
 from lightning_indexer.cli import common
 from lightning_indexer.cli import engines as cli_engines
 from lightning_indexer.cli import prebuild as cli_prebuild
@@ -24,11 +21,6 @@ from lightning_indexer.cli import verify as cli_verify
 from lightning_indexer.cli.common import err, out
 from lightning_indexer.problems.mqa_logits import FORMS, MqaLogitsProblem
 from lightning_indexer.selection import registry as dispatch
-
-if TYPE_CHECKING:
-    from lightning_indexer.bench import sweep
-    from lightning_indexer.bench.sweep import Row
-    from lightning_indexer.bench.timing import Ceilings
 
 app = typer.Typer(
     help="FP8 MQA logits: the lightning-indexer scoring step of DeepSeek-V3.2/V4 and GLM-5 sparse attention.",
@@ -175,132 +167,13 @@ def demo(
 
 
 app.command()(cli_verify.verify)
+app.command()(cli_bench.bench)
 app.command()(cli_amd.resources)
 app.command()(cli_amd.disasm)
 app.command()(cli_amd.cost)
 app.command()(cli_prebuild.prebuild)
 app.command()(cli_engines.e2e)
 app.command("trace-diff")(cli_engines.trace_diff)
-
-
-@app.command()
-def bench(
-    device: DeviceOption = None,
-    backend: BackendOption = None,
-    heads: Annotated[str, typer.Option(help="Heads, comma-separated.")] = "32,64",
-    head_dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 128,
-    shapes: Annotated[str | None, typer.Option(help="S_QxS_K,… Default: eight on a GPU, three on a CPU.")] = None,
-    windows: Annotated[str, typer.Option(help="Windows, comma-separated.")] = "causal,multi_req",
-    forms: Annotated[
-        str, typer.Option(help="clean, noclean, compressed; comma-separated.")
-    ] = "clean,noclean,compressed",
-    peers: Annotated[bool, typer.Option(help="Measure the peers that can be imported.")] = True,
-    budget_ms: Annotated[float, typer.Option(help="Time spent on each measurement, ms.")] = 100.0,
-    results: Annotated[Path, typer.Option(help="Folder for bench.md, .csv, .json and pictures.")] = Path("results"),
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Time tile configs around each heuristic's choice instead; writes nothing.")
-    ] = False,
-) -> None:
-    """Time backends and peers in one run, after checking each result against the oracle.
-
-    Examples: `lightning-indexer bench --device cuda --heads 32,64`,
-    `lightning-indexer bench --device cpu --shapes 1024x8192 --heads 32 --forms clean`,
-    `lightning-indexer bench --tune --backend cuda-sm90 --shapes 4096x32768 --forms noclean`
-    """
-    from lightning_indexer.bench import environment, report, sweep, timing
-    from lightning_indexer.bench import peers as peers_module
-
-    where = common.device(device)
-    backends = common.backends(backend, where)
-    default = PERFORMANCE_SHAPES if where.type == "cuda" else sweep.CPU_SHAPES
-    chosen = sweep.Plan(
-        shapes=common.shapes(shapes) if shapes else default,
-        heads=tuple(common.ints("--heads", heads)),
-        head_dim=head_dim,
-        windows=tuple(common.names("--windows", windows, WINDOWS)),
-        forms=tuple(common.names("--forms", forms, FORMS)),
-        backends=tuple(backends),
-        budget_ms=budget_ms,
-    )
-    left_out = chosen.left_out()
-    if not chosen.cases():
-        raise typer.BadParameter(f"no case is left: {'; '.join(left_out)}", param_hint="--windows")
-    if tune:
-        _tune(chosen, where)
-        return
-    found, absent = peers_module.find(where) if peers else ([], [])
-    notes = [f"{peer.name}: {peer.note}" for peer in found] + [f"not measured: {line}" for line in absent + left_out]
-    rows = []
-    with common.progress() as progress:
-        total = len(chosen.cases()) * (len(backends) + len(found))
-        task = progress.add_task("ceilings", total=total)
-        ceilings = timing.ceilings(where)
-        for row in sweep.run(chosen, found, where):
-            rows.append(row)
-            progress.update(task, advance=1, description=f"{row.contender} {row.case}")
-    facts = environment.record(where)
-    summaries = report.summarise(rows, backends)
-    command = shlex.join(["lightning-indexer", *sys.argv[1:]])
-    text = report.markdown(rows, summaries, ceilings, facts, notes, command)
-    typer.echo(text)
-    paths = report.write(results, text, rows, summaries, ceilings, facts)
-    paths += _pictures(results, rows, ceilings, backends, facts["device"])
-    err.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
-    if any(row.note.startswith("WRONG") and row.contender in backends for row in rows):
-        raise typer.Exit(1)
-
-
-def _tune(plan: sweep.Plan, device: torch.device) -> None:
-    from lightning_indexer.bench import tune
-
-    trials = []
-    with common.progress() as progress:
-        task = progress.add_task("tune", total=None)
-        for trial in tune.run(plan, device):
-            trials.append(trial)
-            progress.update(task, advance=1, description=f"{trial.backend} {trial.case}")
-    table = Table(
-        "case", "backend", "heuristic us", "best us", "gain", "best config", title="tune", title_justify="left"
-    )
-    wrong = False
-    for case, backend in dict.fromkeys((trial.case, trial.backend) for trial in trials):
-        mine = [trial for trial in trials if (trial.case, trial.backend) == (case, backend)]
-        timed = [trial for trial in mine if trial.median]
-        wrong |= any(trial.note.startswith("WRONG") for trial in mine)
-        if not timed or not mine[0].median:
-            table.add_row(str(case), backend, "-", "-", "-", mine[0].note)
-            continue
-        best = min(timed, key=lambda trial: trial.median or 0.0)
-        assert best.median
-        table.add_row(
-            str(case), backend, f"{mine[0].median:.1f}", f"{best.median:.1f}", f"{mine[0].median / best.median:.2f}x",
-            tune.differences(best.config, mine[0].config),
-        )  # fmt: skip
-    out.print(table)
-    for trial in trials:
-        if trial.note:
-            out.print(f"{trial.backend} {trial.case} {trial.config}: {trial.note}", markup=False, highlight=False)
-    if wrong:
-        raise typer.Exit(1)
-
-
-def _pictures(folder: Path, rows: Sequence[Row], ceilings: Ceilings, backends: Sequence[str], title: str) -> list[Path]:
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        err.print("no pictures: pip install 'lightning-indexer\\[cli]' brings matplotlib")
-        return []
-    from lightning_indexer.bench import plots
-
-    paths = [folder / "roofline.png"]
-    plots.roofline(rows, ceilings, title, paths[0])
-    contenders = list(dict.fromkeys(row.contender for row in rows))
-    for index, subject in enumerate(backends):
-        others = [name for name in contenders if name != subject and name not in backends[:index]]
-        path = folder / f"speedup-{subject}.png"
-        if others and plots.speedup_bars(rows, subject, others, title, path):
-            paths.append(path)
-    return paths
 
 
 def _print_support(problem: MqaLogitsProblem) -> None:

@@ -17,11 +17,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_indexer.amd.built import CompileError
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.problems.mqa_logits import FORMS, OPERATION, MqaLogitsProblem
+from lightning_indexer.problems.top_k import OPERATION as TOP_K
+from lightning_indexer.problems.top_k import TopKProblem
 from lightning_indexer.selection import registry as dispatch
 
 Name = TypeVar("Name", bound=str)
 # By operation, the shape by which backends are looked up where none is named: DeepSeek-V3.2's.
-USUAL: dict[str, Any] = {OPERATION: MqaLogitsProblem(rows=4096, keys=32768, heads=64, head_dim=128)}
+USUAL: dict[str, Any] = {
+    OPERATION: MqaLogitsProblem(rows=4096, keys=32768, heads=64, head_dim=128),
+    TOP_K: TopKProblem(rows=4096, width=32768, k=2048),
+}
 
 # A pipe or a log has no width: tables get theirs.
 out = Console(width=None if sys.stdout.isatty() else 140)
@@ -64,13 +69,13 @@ def device(name: str | None) -> torch.device:
         return found
 
 
-def backends(names: list[str] | None, where: torch.device) -> list[str]:
-    """The backends that ``--backend`` names; by default all that can run there."""
+def backends(names: list[str] | None, where: torch.device, operation: str = OPERATION) -> list[str]:
+    """The backends that ``--backend`` names; by default all that can run the operation there."""
     with bad_parameter("--backend"):
         if not names:
             return [
                 verdict.backend
-                for verdict in dispatch.explain(USUAL[OPERATION], arch_of(where))
+                for verdict in dispatch.explain(USUAL[operation], arch_of(where))
                 if verdict.reason is None
             ]
         return [dispatch.get(name).name for name in dict.fromkeys(names)]

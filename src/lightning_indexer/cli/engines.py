@@ -1,12 +1,13 @@
-"""Commands about engines: ``e2e`` runs a stack of layers with two backends, ``trace-diff`` compares kernel traces."""
+"""Commands about engines: ``e2e`` runs a stack of layers with two sides, ``trace-diff`` compares kernel traces."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +17,7 @@ from lightning_indexer.cli.common import err
 from lightning_indexer.e2e import report, traces
 from lightning_indexer.e2e import run as runner
 from lightning_indexer.e2e.dims import MODELS
-from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.e2e.stack import TORCH
 from lightning_indexer.selection import registry as dispatch
 
 GPU_CONTEXTS, CPU_CONTEXTS = "32768,65536,131072", "1024,2048"
@@ -30,11 +31,18 @@ def e2e(
         str | None, typer.Option(help=f"Prompt lengths. Default: {GPU_CONTEXTS} on a GPU, {CPU_CONTEXTS} on a CPU.")
     ] = None,
     a: Annotated[
-        str | None, typer.Option("--a", help="Side A. Default: triton-portable; torch-blocked on a CPU.")
+        str | None,
+        typer.Option("--a", help="What scores on side A: a backend, or policy: the library's choice for each call."),
     ] = None,
-    b: Annotated[
-        str | None, typer.Option("--b", help="Side B. Default: what the library chooses for each call's shape.")
+    b: Annotated[str | None, typer.Option("--b", help="Likewise on side B. Default: policy, on both.")] = None,
+    select_a: Annotated[
+        str | None,
+        typer.Option(
+            help=f"What selects on side A: {TORCH}, policy, or a backend. Default: {TORCH}; policy where --a or --b is"
+            " given, so that the sides differ in one thing."
+        ),
     ] = None,
+    select_b: Annotated[str, typer.Option(help="Likewise on side B.")] = runner.POLICY,
     size: Annotated[
         str | None, typer.Option(help="full, or small: the indexer's own H and D in thin layers, the default on a CPU.")
     ] = None,
@@ -48,11 +56,13 @@ def e2e(
     results: Annotated[Path, typer.Option(help="Folder for e2e.md, e2e.json and traces.")] = Path("results/e2e"),
     seed: Annotated[int, typer.Option(help="Seed of weights, prompt and sampled rows.")] = 0,
 ) -> None:
-    """Prefill a stack of sparse-attention layers with two backends in turn: TTFT, shares, needles, top-k, kernel trace.
+    """Prefill a stack of sparse-attention layers with two sides in turn: TTFT, shares, needles, top-k, kernel trace.
 
-    Exit status 1 if a needle is lost or the selection differs from the float32 reference's by more than 0.1%.
+    By default the sides differ in what selects: torch.topk before, top_k_per_row after. Exit status 1 if a needle is
+    lost, the selection differs from the float32 reference's by more than 0.1%, or a row is not a top-k of its logits.
 
     Examples: `lightning-indexer e2e --device cpu --context 1024`,
+    `lightning-indexer e2e --device cuda --context 131072 --select-a torch.topk --select-b cuda-sm90`,
     `lightning-indexer e2e --device cuda --model glm-5.2 --context 32768,131072 --a triton-portable --b cuda-sm90`,
     `lightning-indexer e2e --device cuda --model deepseek-v3.2 --layers 2 --repeats 3 --no-trace`
     """
@@ -72,19 +82,24 @@ def e2e(
         raise typer.BadParameter(
             f"got {max_logits_mb} MiB, less than one row of {max(contexts)} logits", param_hint="--max-logits-mb"
         )
-    sides = a or ("triton-portable" if on_gpu else "torch-blocked"), b
+    sides = _backend(a), _backend(b)
+    selections = _backend(select_a or (TORCH if sides == (None, None) else None)), _backend(select_b)
     arch = arch_of(where)
     budget = max_logits_mb * 2**20
-    calls = [call for context in contexts for call in runner.problems(dims, context, step, budget)]
-    ran = [_ran(option, name, arch, calls) for option, name in zip(("--a", "--b"), sides, strict=True)]
+    ran = []
+    for side, scoring, selection in zip("ab", sides, selections, strict=True):
+        calls = [call for context in contexts for call in runner.problems(dims, context, step, budget, selection)]
+        selecting = runner.selections(dims, calls)
+        ran.append((_ran(f"--{side}", scoring, arch, calls), _ran(f"--select-{side}", selection, arch, selecting)))
     common.writable_folder("--results", results)
     plan = runner.Plan(
-        dims=dims, layers=layers or dims.layers, contexts=tuple(contexts), backends=sides, step=step,
-        max_logits_bytes=budget, repeats=repeats, needles=needles, checked_rows=rows, seed=seed,
-        trace_folder=results if trace else None,
+        dims=dims, layers=layers or dims.layers, contexts=tuple(contexts), backends=sides,
+        selections=selections, step=step, max_logits_bytes=budget, repeats=repeats, needles=needles,
+        checked_rows=rows, seed=seed, trace_folder=results if trace else None,
     )  # fmt: skip
     if ran[0] == ran[1]:
-        err.print(f"A and B are both {', '.join(ran[0])}: the ratios show how far two runs of one thing differ here")
+        names = " + ".join(", ".join(calls) for calls in ran[0])
+        err.print(f"A and B are both {names}: the ratios show how far two runs of one thing differ here")
     from lightning_indexer.bench import environment
 
     with common.progress() as progress:
@@ -134,10 +149,15 @@ def trace_diff(
         json_path.write_text(json.dumps(report.trace_records(found), indent=1) + "\n")
 
 
-def _ran(option: str, name: str | None, arch: Arch, calls: list[MqaLogitsProblem]) -> dict[str, int]:
+def _backend(name: str | None) -> str | None:
+    """What ``Plan`` calls it: None is the library's choice."""
+    return None if name == runner.POLICY else name
+
+
+def _ran(option: str, name: str | None, arch: Arch, calls: Sequence[Any]) -> dict[str, int]:
     """What one side comes to, checked: it must run every one of the calls here."""
     with common.bad_parameter(option):
-        if name is not None:
+        if name is not None and (name != TORCH or not option.startswith("--select")):
             dispatch.get(name)
         try:
             return runner.ran(calls, arch, name)

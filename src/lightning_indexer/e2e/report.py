@@ -9,13 +9,14 @@ from pathlib import Path
 from lightning_indexer.bench.report import table
 from lightning_indexer.e2e import traces
 from lightning_indexer.e2e.run import INDEXER, MIN_OVERLAP, POLICY, Plan, Result, Side
+from lightning_indexer.e2e.stack import TORCH
 from lightning_indexer.e2e.traces import Diff, Row
 
 
 def markdown(plan: Plan, results: Sequence[Result], facts: dict[str, str], command: str) -> str:
     """The report. Times are medians over the repeats."""
     lines = [
-        f"# End-to-end prefill, A = `{plan.backends[0] or POLICY}`, B = `{plan.backends[1] or POLICY}`",
+        f"# End-to-end prefill, A = `{_side(plan, 0)}`, B = `{_side(plan, 1)}`",
         "",
         f"{plan.dims.name}: {plan.layers} layers, {_indexers(plan)} with an indexer of H={plan.dims.index_heads} "
         f"D={plan.dims.index_dim}, top-k {plan.dims.index_topk}; random weights; steps of {plan.step} tokens, "
@@ -27,8 +28,9 @@ def markdown(plan: Plan, results: Sequence[Result], facts: dict[str, str], comma
         "",
         *table(
             (
-                "context", "side", "backend", "TTFT ms (runs)", "tokens/s", "logits ms", "indexer ms",
-                "share of logits", "share of indexer", "needles", "answers", "top-k overlap, worst row", "peak GiB",
+                "context", "side", "scoring", "selection", "TTFT ms (runs)", "tokens/s", "scoring ms", "selection ms",
+                "indexer ms", "attention ms", "share of scoring", "share of selection", "share of indexer", "needles",
+                "answers", "top-k overlap, worst row", "exact rows", "peak GiB",
             ),
             (_cells(result.context, side) for result in results for side in result.sides),
         ),
@@ -38,38 +40,44 @@ def markdown(plan: Plan, results: Sequence[Result], facts: dict[str, str], comma
             lines.append(f"\nleft out: context {result.context}: {result.left_out}")
             continue
         a, b = result.sides
-        lines.append(
-            f"\ncontext {result.context}: TTFT A / B {a.median_ttft / b.median_ttft:.3f}, logits A / B "
-            f"{a.seconds('logits') / b.seconds('logits'):.3f}, indexer A / B "
-            f"{a.seconds(*INDEXER) / b.seconds(*INDEXER):.3f}"
+        ratios = ", ".join(
+            f"{name} A / B {a.seconds(*phases) / b.seconds(*phases):.3f}"
+            for name, phases in (("scoring", ("scoring",)), ("selection", ("selection",)), ("indexer", INDEXER))
         )
+        lines.append(f"\ncontext {result.context}: TTFT A / B {a.median_ttft / b.median_ttft:.3f}, {ratios}")
         for side in result.sides:
-            if side.backend is None:
-                counts = ", ".join(f"{name} {calls}" for name, calls in side.ran.items())
-                lines.append(f"{side.label}: the policy's choice; calls of one layer by backend: {counts}")
+            chosen = ((side.backend, "scoring", side.ran), (side.selection, "selection", side.selection_ran))
+            for backend, what, calls in chosen:
+                if backend is None:
+                    counts = ", ".join(f"{name} {count}" for name, count in calls.items())
+                    lines.append(f"{side.label}, {what}: the policy's choice; calls of one layer by backend: {counts}")
         phases = list(dict.fromkeys(phase for side in result.sides for run in side.phases for phase in run))
         lines += ["", *table(("phase", "A ms", "B ms"), (_phase(result, phase) for phase in phases))]
         if a.trace is not None and b.trace is not None:
-            lines += ["", trace_markdown(traces.diff(traces.load(a.trace), traces.load(b.trace)), 12)]
+            lines += ["", trace_markdown(traces.diff(traces.load(a.trace), traces.load(b.trace), traces.GROUPS), 12)]
     lines += [
         "",
         "Needles: planted tokens that every indexer selected for the row that asks for them; answers: those whose "
         "answer every layer's attention gave. Overlap: a row's selection beside that of the float32 reference on "
-        "the same operands, over sampled rows. TTFT: the prefill of these layers, no sampling.",
+        "the same operands, over sampled rows. Exact rows: those whose selection is a top-k of the side's own logits, "
+        f"ties aside. `{TORCH}` needs -inf outside the windows, the library's selection takes the windows and leaves "
+        "the logits outside unwritten. TTFT: the prefill of these layers, no sampling.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def failures(results: Sequence[Result]) -> list[str]:
-    """What makes the run a failure: needles or answers that are missing, an overlap below the limit, nothing run."""
+    """What makes the run a failure: needles or answers that are missing, an overlap below the limit, a row that is not
+    a top-k, nothing run."""
     lines = []
     for result in results:
         for side in result.sides:
             if not side.passed:
                 c = side.checked
                 lines.append(
-                    f"context {result.context}, {side.label} {side.name}: needles {c.selected}/{c.needles}, answers "
-                    f"{c.answered}/{c.needles}, overlap {c.overlap_mean:.4%} (at least {MIN_OVERLAP:.1%} wanted)"
+                    f"context {result.context}, {side.label} {side.name}, selection {side.selection_name}: needles "
+                    f"{c.selected}/{c.needles}, answers {c.answered}/{c.needles}, overlap {c.overlap_mean:.4%} (at "
+                    f"least {MIN_OVERLAP:.1%} wanted), exact rows {c.exact}/{c.rows}"
                 )
     if not any(result.sides for result in results):
         lines.append("no context could be run")
@@ -93,6 +101,8 @@ def write(folder: Path, text: str, plan: Plan, results: Sequence[Result], facts:
                 "side": side.label,
                 "backend": side.backend or POLICY,
                 "ran": side.ran,
+                "selection": side.selection or POLICY,
+                "selection_ran": side.selection_ran,
                 "ttft_s": side.ttft,
                 "phases_s": side.phases,
                 "needles": side.checked.needles,
@@ -100,6 +110,7 @@ def write(folder: Path, text: str, plan: Plan, results: Sequence[Result], facts:
                 "answered": side.checked.answered,
                 "overlap_mean": side.checked.overlap_mean,
                 "overlap_worst": side.checked.overlap_worst,
+                "exact_rows": side.checked.exact,
                 "overlap_rows": side.checked.rows,
                 "peak_bytes": side.peak_bytes,
                 "trace": None if side.trace is None else side.trace.name,
@@ -142,13 +153,16 @@ def trace_records(diff: Diff) -> list[dict[str, object]]:
 
 def _cells(context: int, side: Side) -> tuple[str, ...]:
     c, total = side.checked, side.median_ttft
-    logits, indexer = side.seconds("logits"), side.seconds(*INDEXER)
+    scoring, selection = side.seconds("scoring"), side.seconds("selection")
+    indexer = side.seconds(*INDEXER)
     return (
-        str(context), side.label, side.name,
+        str(context), side.label, side.name, side.selection_name,
         f"{1e3 * total:.1f} ({', '.join(f'{1e3 * t:.1f}' for t in side.ttft)})", f"{context / total:.0f}",
-        f"{1e3 * logits:.1f}", f"{1e3 * indexer:.1f}", f"{logits / total:.1%}", f"{indexer / total:.1%}",
+        f"{1e3 * scoring:.1f}", f"{1e3 * selection:.1f}", f"{1e3 * indexer:.1f}",
+        f"{1e3 * side.seconds('attention'):.1f}", f"{scoring / total:.1%}", f"{selection / total:.1%}",
+        f"{indexer / total:.1%}",
         f"{c.selected}/{c.needles}", f"{c.answered}/{c.needles}",
-        f"{c.overlap_mean:.3%}, {c.overlap_worst:.2%}",
+        f"{c.overlap_mean:.3%}, {c.overlap_worst:.2%}", f"{c.exact}/{c.rows}",
         "-" if side.peak_bytes is None else f"{side.peak_bytes / 2**30:.1f}",
     )  # fmt: skip
 
@@ -164,6 +178,10 @@ def _trace_row(row: Row, name: str) -> tuple[str, ...]:
         f"{row.b.microseconds / 1e3:.2f}", "-" if row.change is None else f"{row.change:+.0%}",
         "-" if row.ratio is None else f"{row.ratio:.2f}x",
     )  # fmt: skip
+
+
+def _side(plan: Plan, index: int) -> str:
+    return f"{plan.backends[index] or POLICY} + {plan.selections[index] or POLICY}"
 
 
 def _indexers(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""The A B A B: one prompt, one stack, two backends in turn."""
+"""The A B A B: one prompt, one stack, two sides in turn: a backend that scores and one that selects each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from lightning_indexer.e2e.checks import Checked, Checker
 from lightning_indexer.e2e.clock import Clock, synchronize
 from lightning_indexer.e2e.dims import Dims
 from lightning_indexer.e2e.prompt import make_prompt
-from lightning_indexer.e2e.stack import Stack, default_dtype, needed_bytes
+from lightning_indexer.e2e.stack import TORCH, Stack, default_dtype, needed_bytes, needs_clean
 from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.problems.top_k import TopKProblem
 from lightning_indexer.selection import registry as dispatch
 
-# Phases that make up the indexer; "logits" is the call that the two sides differ in.
-INDEXER = ("indexer projections", "quantise", "gather", "logits", "top-k")
+# Phases that make up the indexer; "scoring" and "selection" are the calls that the two sides differ in.
+INDEXER = ("indexer projections", "quantise", "gather", "scoring", "selection")
 MIN_OVERLAP = 0.999
 # A side that names no backend: each call takes what the library chooses for its shape.
 POLICY = "policy"
@@ -36,7 +37,8 @@ class Plan:
     Attributes:
         dims, layers: the stack.
         contexts: prompt lengths, in tokens.
-        backends: the two sides, by name; None leaves each call to the library's choice.
+        backends: what scores on the two sides, by name; None leaves each call to the library's choice.
+        selections: what selects, likewise; ``stack.TORCH`` is ``torch.topk``.
         step: tokens of one prefill step.
         max_logits_bytes: budget of one chunk's logits.
         repeats: timed runs of each side.
@@ -48,6 +50,7 @@ class Plan:
     layers: int
     contexts: tuple[int, ...]
     backends: tuple[str | None, str | None]
+    selections: tuple[str | None, str | None]
     step: int
     max_logits_bytes: int
     repeats: int
@@ -61,13 +64,15 @@ class Plan:
 class Side:
     """One side at one context: seconds of each timed run, by phase too; its checks; its trace.
 
-    ``ran`` has the calls of one layer by the backend that ran them.
+    ``ran`` and ``selection_ran`` have the calls of one layer by the backend that ran them.
     """
 
     label: str
     backend: str | None
+    selection: str | None
     checked: Checked
     ran: dict[str, int]
+    selection_ran: dict[str, int]
     ttft: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)
     peak_bytes: int | None = None
@@ -83,13 +88,18 @@ class Side:
         return self.backend or f"{POLICY}: {', '.join(self.ran)}"
 
     @property
+    def selection_name(self) -> str:
+        """The same of what selects."""
+        return self.selection or f"{POLICY}: {', '.join(self.selection_ran)}"
+
+    @property
     def median_ttft(self) -> float:
         return statistics.median(self.ttft)
 
     @property
     def passed(self) -> bool:
         c = self.checked
-        return c.selected == c.answered == c.needles and c.overlap_mean >= MIN_OVERLAP
+        return c.selected == c.answered == c.needles and c.overlap_mean >= MIN_OVERLAP and c.exact == c.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +133,31 @@ def run(plan: Plan, device: torch.device, arch: Arch, progress: Callable[[str], 
     return results
 
 
-def problems(dims: Dims, context: int, step: int, max_logits_bytes: int) -> list[MqaLogitsProblem]:
+def problems(
+    dims: Dims, context: int, step: int, max_logits_bytes: int, selection: str | None = None
+) -> list[MqaLogitsProblem]:
     """The scoring calls of one layer in the prefill of one context, in order."""
+    clean = needs_clean(selection)
     return [
-        MqaLogitsProblem(chunk.rows, chunk.keys, dims.index_heads, dims.index_dim)
+        MqaLogitsProblem(chunk.rows, chunk.keys, dims.index_heads, dims.index_dim, clean_logits=clean)
         for start in range(0, context, step)
         for chunk in plan_chunks([Request(start, min(step, context - start))], max_logits_bytes=max_logits_bytes)
     ]
 
 
-def ran(calls: Sequence[MqaLogitsProblem], arch: Arch, backend: str | None) -> dict[str, int]:
-    """How many of the calls each backend runs.
+def selections(dims: Dims, calls: Sequence[MqaLogitsProblem]) -> list[TopKProblem]:
+    """The selecting calls behind these scoring calls."""
+    return [TopKProblem(call.rows, call.keys, dims.index_topk, index_base="absolute") for call in calls]
+
+
+def ran(calls: Sequence[MqaLogitsProblem] | Sequence[TopKProblem], arch: Arch, backend: str | None) -> dict[str, int]:
+    """How many of the calls each backend runs; all, where that is ``stack.TORCH``.
 
     Raises:
         As :func:`dispatch.select`.
     """
+    if backend == TORCH:
+        return {TORCH: len(calls)}
     return dict(Counter(dispatch.select(problem, arch, backend).name for problem in calls))
 
 
@@ -150,29 +170,30 @@ def _run_context(
     plan: Plan, stack: Stack, context: int, arch: Arch, progress: Callable[[str], None]
 ) -> tuple[Side, ...]:
     prompt = make_prompt(context, plan.dims.hidden, plan.needles, stack.device, stack.dtype, plan.seed)
-    calls = problems(plan.dims, context, plan.step, plan.max_logits_bytes)
 
-    def prefill(backend: str | None, clock: Clock, checker: Checker | None = None) -> None:
+    def prefill(backend: str | None, selection: str | None, clock: Clock, checker: Checker | None = None) -> None:
         stack.prefill(
-            prompt.embeddings, backend, step=plan.step, max_logits_bytes=plan.max_logits_bytes, clock=clock,
+            prompt.embeddings, backend, selection, step=plan.step, max_logits_bytes=plan.max_logits_bytes, clock=clock,
             observer=None if checker is None else checker.observer(),
         )  # fmt: skip
 
     sides = []
-    for label, backend in zip("AB", plan.backends, strict=True):
+    for label, backend, selection in zip("AB", plan.backends, plan.selections, strict=True):
         # Untimed: it also compiles what the side needs.
-        progress(f"{context} {label} {backend or POLICY}: checks")
+        progress(f"{context} {label} {backend or POLICY} {selection or POLICY}: checks")
         checker = Checker(stack, prompt, plan.checked_rows, plan.seed)
-        prefill(backend, Clock(stack.device), checker)
-        sides.append(Side(label, backend, checker.result(), ran(calls, arch, backend)))
+        prefill(backend, selection, Clock(stack.device), checker)
+        calls = problems(plan.dims, context, plan.step, plan.max_logits_bytes, selection)
+        selecting = ran(selections(plan.dims, calls), arch, selection)
+        sides.append(Side(label, backend, selection, checker.result(), ran(calls, arch, backend), selecting))
     for _ in range(plan.repeats):
         for side in sides:
-            progress(f"{context} {side.label} {side.backend or POLICY}: timed")
+            progress(f"{context} {side.label} {side.backend or POLICY} {side.selection or POLICY}: timed")
             if stack.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(stack.device)
             clock = Clock(stack.device)
             clock.begin()
-            prefill(side.backend, clock)
+            prefill(side.backend, side.selection, clock)
             total, phases = clock.end()
             side.ttft.append(total)
             side.phases.append(phases)
@@ -181,10 +202,11 @@ def _run_context(
     if plan.trace_folder is not None:
         plan.trace_folder.mkdir(parents=True, exist_ok=True)
         for side in sides:
-            progress(f"{context} {side.label} {side.backend or POLICY}: trace")
-            side.trace = plan.trace_folder / f"trace-{context}-{side.label}-{side.backend or POLICY}.json.gz"
+            what = f"{side.backend or POLICY} {side.selection or POLICY}"
+            progress(f"{context} {side.label} {what}: trace")
+            side.trace = plan.trace_folder / f"trace-{context}-{side.label}-{what.replace(' ', '-')}.json.gz"
             with _recording(stack.device, side.trace):
-                prefill(side.backend, Clock(stack.device))
+                prefill(side.backend, side.selection, Clock(stack.device))
     return tuple(sides)
 
 

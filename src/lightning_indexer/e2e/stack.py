@@ -8,7 +8,7 @@ One layer, for the T tokens of a step (source: DeepSeek-V3.2 technical report, s
     k_index  = rotary(norm(h W_ik))  -> fp8, paged cache                         [T, D]
     q_index  = rotary(c W_iq)        -> fp8, its scale folded into the gates     [T, H, D]
     logits   = fp8_mqa_logits(...)   in the chunks of the planner                [rows, keys]
-    selected = the top-k positions of a row                                      [T, topk]
+    selected = top_k_per_row(...), or torch.topk                                 [T, topk]
     attention in the latents' space over the selected positions alone, then W_uv and W_o
     x        = x + attention;  x = x + ffn(norm(x))
 
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
+from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.chunking import Chunk, Request, plan_chunks
 from lightning_indexer.e2e.cache import PagedKeys
 from lightning_indexer.e2e.clock import Clock
@@ -39,13 +40,15 @@ GATHER_BYTES = 2**30
 FFN_BYTES = 2**29
 # Output projections are scaled to add this much to a residual stream of RMS 1: a token keeps its content.
 BRANCH_RMS = 0.1
+# A selection by PyTorch, beside the names of backends.
+TORCH = "torch.topk"
 # The score that a head gives a key of exactly its content, before the softmax: noise stays far below it.
 MATCH = 40.0
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One chunk of one layer, as an observer sees it: operands of the call, and the selected positions."""
+    """One chunk of one layer, as an observer sees it: operands of the call, its logits, and the selected positions."""
 
     layer: int
     first_position: int
@@ -55,6 +58,7 @@ class Scored:
     weights: torch.Tensor
     ks: torch.Tensor
     ke: torch.Tensor
+    logits: torch.Tensor
     selected: torch.Tensor
 
 
@@ -133,6 +137,7 @@ class Stack:
         self,
         prompt: torch.Tensor,
         backend: str | None,
+        selection: str | None = None,
         *,
         step: int,
         max_logits_bytes: int,
@@ -140,6 +145,10 @@ class Stack:
         observer: Observer | None = None,
     ) -> torch.Tensor:
         """Runs [context, hidden] embeddings through the stack, ``step`` tokens at a time.
+
+        Args:
+            backend, selection: of ``fp8_mqa_logits`` and of ``top_k_per_row``; None is the library's choice, and
+                ``TORCH`` selects by ``torch.topk``.
 
         Returns:
             The last token's residual stream, [hidden]: what the first generated token is read from.
@@ -166,7 +175,9 @@ class Stack:
                     self._cache_latents(latents[index], start, h, layer)
                 paged = keys[index]
                 if paged is not None:
-                    selected = self._select(index, layer, paged, start, h, c, chunks, backend, clock, observer)
+                    selected = self._select(
+                        index, layer, paged, start, h, c, chunks, (backend, selection), clock, observer
+                    )
                 with clock.phase("attention"):
                     attended = self._attend(layer, latents[index], start, c, selected)
                 if observer is not None:
@@ -191,7 +202,7 @@ class Stack:
         h: torch.Tensor,
         c: torch.Tensor,
         chunks: list[tuple[Chunk, torch.Tensor, torch.Tensor]],
-        backend: str | None,
+        backends: tuple[str | None, str | None],
         clock: Clock,
         observer: Observer | None,
     ) -> torch.Tensor:
@@ -210,25 +221,24 @@ class Stack:
             flat, q_scale = quantize_k(q.reshape(-1, d.index_dim))
             q_fp8 = flat.view_as(q)
             weights = gates * q_scale.view_as(gates)
-        selected = torch.full((h.shape[0], d.index_topk), -1, dtype=torch.int32, device=self.device)
+        selected = torch.empty((h.shape[0], d.index_topk), dtype=torch.int32, device=self.device)
         gathered = None
+        backend, selection = backends
         for chunk, ks, ke in chunks:
             if chunk.gather or gathered is None:
                 with clock.phase("gather"):
                     gathered = paged.gather(chunk.keys)
             rows = slice(chunk.token_start, chunk.token_stop)
-            with clock.phase("logits"):
-                logits = fp8_mqa_logits(q_fp8[rows], gathered, weights[rows], ks, ke, backend=backend)
-            with clock.phase("top-k"):
-                width = min(d.index_topk, chunk.keys)
-                scores, columns = logits.topk(width, dim=1, sorted=False)
-                selected[rows, :width] = columns.to(torch.int32).masked_fill_(scores == float("-inf"), -1)
-            if observer is not None:
-                observer.scored(
-                    Scored(
-                        index, start + chunk.token_start, q_fp8[rows], *gathered, weights[rows], ks, ke, selected[rows]
-                    )
+            with clock.phase("scoring"):
+                logits = fp8_mqa_logits(
+                    q_fp8[rows], gathered, weights[rows], ks, ke, clean_logits=needs_clean(selection), backend=backend
                 )
+            with clock.phase("selection"):
+                _select_top_k(logits, ks, ke, selected[rows], selection)
+            if observer is not None:
+                first = start + chunk.token_start
+                operands = (q_fp8[rows], *gathered, weights[rows], ks, ke)
+                observer.scored(Scored(index, first, *operands, logits, selected[rows]))
         return selected
 
     def _attend(
@@ -268,6 +278,25 @@ class Stack:
         cos, sin = angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]
         kept, first, second = torch.split(x, [x.shape[-1] - width, half, half], dim=-1)
         return torch.cat((kept, first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def needs_clean(selection: str | None) -> bool:
+    """Whether the logits need ``-inf`` outside the windows: ``torch.topk`` knows no windows."""
+    return selection == TORCH
+
+
+def _select_top_k(
+    logits: torch.Tensor, ks: torch.Tensor, ke: torch.Tensor, out: torch.Tensor, selection: str | None
+) -> None:
+    """Writes the columns of each row's best scores into ``out`` [rows, topk], -1 behind the last."""
+    topk = out.shape[1]
+    if selection != TORCH:
+        top_k_per_row(logits, topk, ks, ke, index_base="absolute", out=out, backend=selection)
+        return
+    width = min(topk, logits.shape[1])
+    scores, columns = logits.topk(width, dim=1, sorted=False)
+    out[:, :width] = columns.to(torch.int32).masked_fill_(scores == float("-inf"), -1)
+    out[:, width:] = -1
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:

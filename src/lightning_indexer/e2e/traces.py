@@ -18,6 +18,9 @@ _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _CPU = ("cpu_op",)
 # Any project's prefill scoring: ours, AITER's Triton, Gluon and FlyDSL kernels, DeepGEMM's. Those of decode are paged.
 SCORING = "^(?!.*paged).*mqa_logits"
+# Any project's selection: PyTorch's, ours, the engines'.
+SELECTION = "(?i)top_?k"
+GROUPS = (SCORING, SELECTION)
 
 
 class TraceError(ValueError):
