@@ -4,12 +4,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CXX_FILES = $(wildcard $(addprefix src/lightning_indexer/backends/*/*.,cuh hip h))
 
-.PHONY: demo test verify-amd lint format install clean
+.PHONY: demo check test test-gpu verify-amd lint format install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    score a batch of requests, find planted keys, write demo.png (under a minute on two cores)"
+	@echo "make check   the fast tests: no compiler, no simulator (under a minute on two cores)"
 	@echo "make test    run every test that needs no GPU"
+	@echo "make test-gpu  what only a GPU can show, with python's own PyTorch and Triton: PYTHON=python3"
 	@echo "make verify-amd  AMD kernels against the reference, in the simulator (about a minute on two cores)"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  ruff and clang-format, in place"
@@ -26,8 +28,16 @@ $(VENV)/.installed: pyproject.toml packages/cdna-sim/pyproject.toml constraints.
 demo: install
 	$(BIN)/lightning-indexer demo
 
+check: install
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not slow" --durations 5 tests/cpu
+
 test: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 8
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
+
+# Not from $(VENV), whose PyTorch may be the one for CPUs.
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu
+	@echo "now: lightning-indexer verify --device cuda --full"
 
 verify-amd: install
 	$(BIN)/lightning-indexer verify --arch gfx950

@@ -27,7 +27,12 @@ def _isolated(monkeypatch):
 
 @pytest.fixture(scope="session")
 def _kernel_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # that of all workers: what one compiles the others load
+    folder = base / "kernels"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 @pytest.fixture

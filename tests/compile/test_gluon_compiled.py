@@ -10,6 +10,9 @@ import pytest
 
 from processes import python
 
+# On one worker: the tests look at the same kernels.
+pytestmark = pytest.mark.xdist_group("gluon")
+
 SCRIPT = Path(__file__).with_name("compile_gluon.py")
 NOCLEAN = {"clean_logits": False}
 COMPRESSED = {"clean_logits": False, "max_seqlen_k": 32768, "out_dtype": "bfloat16"}

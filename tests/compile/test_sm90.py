@@ -18,6 +18,9 @@ from lightning_indexer.backends.cuda_sm90.config import SHARED_LIMIT, KernelConf
 from lightning_indexer.backends.cuda_sm90.mqa_logits import HEAD_DIMS, HEADS, MAX_KEYS, MAX_ROWS, SOURCE, MqaLogits
 from lightning_indexer.cuda import nvrtc
 
+# On one worker: the tests look at the same kernels.
+pytestmark = pytest.mark.xdist_group("sm90")
+
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SM90 = Arch.parse("sm90")
 INSTANTIATIONS = list(itertools.product(HEADS, HEAD_DIMS, ("clean", "noclean", "compressed"), ("f32", "bf16")))

@@ -383,6 +383,7 @@ def figures(monkeypatch):
     return saved
 
 
+@pytest.mark.slow
 def test_pictures_are_written(tmp_path):
     plots.roofline(ROWS, CEILINGS, "title", tmp_path / "roofline.png")
     assert plots.speedup_bars(ROWS, "ours", ["theirs"], "title", tmp_path / "speedup.png")

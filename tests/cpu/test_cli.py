@@ -72,6 +72,7 @@ def test_version():
     assert (result.status, result.text) == (0, __version__)
 
 
+@pytest.mark.slow
 def test_as_a_module():
     environment = {**os.environ, "PYTHONPATH": SOURCES}
     result = subprocess.run(
@@ -282,6 +283,7 @@ def test_plan_refuses(arguments, message):
 # demo
 
 
+@pytest.mark.slow
 def test_demo_finds_the_keys_and_draws(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("demo", "--device", "cpu", "--picture", str(tmp_path / "new" / "scores.png"))
@@ -293,6 +295,7 @@ def test_demo_finds_the_keys_and_draws(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["new"], "nothing is written elsewhere"
 
 
+@pytest.mark.slow
 def test_demo_fails_where_keys_are_not_found(tmp_path, monkeypatch):
     # Two small requests; scores that say the opposite of what they should.
     monkeypatch.setattr(demo, "REQUESTS", (Request(600, 40), Request(0, 500)))
@@ -341,11 +344,11 @@ def test_verify_runs_what_was_asked_for(monkeypatch):
     assert {device for _, _, device in seen} == {"cpu"}
     small = len(seen)
     seen.clear()
-    run("verify", "--full")
+    run("verify", "--full", "--operation", "fp8_mqa_logits")
     assert len(seen) > 2000
     assert {case.window for case, _, _ in seen} == set(WINDOWS)
     seen.clear()
-    run("verify")
+    run("verify", "--operation", "fp8_mqa_logits")
     assert small < len(seen) < 2000
 
 

@@ -14,6 +14,8 @@ from helpers import CPU, assert_matches, expected_logits
 from lightning_indexer import fp8_mqa_logits
 from lightning_indexer.check.cases import make_inputs, make_windows
 
+pytestmark = pytest.mark.slow  # two processes each
+
 ROWS, KEYS = 7, 50  # rows that two ranks share unevenly
 NAMES = ("q", "k", "kv_scale", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
 BACKENDS = ("torch-blocked", "triton-portable")

@@ -47,6 +47,7 @@ else:
 
 @pytest.mark.parametrize("pool", ["cold", "warm"])
 @pytest.mark.parametrize("how", ["atexit", "thread"])
+@pytest.mark.slow
 def test_a_call_while_the_interpreter_ends(how, pool):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, how, pool],

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from helpers import ON_CPU, SOURCES
@@ -118,6 +119,7 @@ def test_import_loads_nothing_optional_and_touches_no_device():
     assert not found["initialised"]
 
 
+@pytest.mark.slow
 def test_the_package_works_where_nothing_optional_is_installed():
     found = run(WITHOUT, *OPTIONAL)
     assert found["mask"]

@@ -196,6 +196,7 @@ def test_make_fx(tracing_mode):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.slow
 def test_compiled_calls_equal_eager_ones(backend):
     arguments = operands()
     for form in FORMS.values():
@@ -222,6 +223,7 @@ SIZES = [(6, 50), (6, 51), (9, 130), (6, 64), (11, 1000), (7, 128), (5, 77)]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.slow
 def test_no_recompilation_per_size(backend):
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
@@ -233,6 +235,7 @@ def test_no_recompilation_per_size(backend):
         assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_automatic_dynamic_sizes_settle():
     """Without ``dynamic=True``: one graph for the first size, one for a dynamic N, one for a dynamic M, and no more."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -244,6 +247,7 @@ def test_automatic_dynamic_sizes_settle():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.slow
 def test_compiled_out_writes_into_the_callers_buffer(backend):
     compiled = torch.compile(call, backend=backend, fullgraph=True)
     arguments = operands()

@@ -124,6 +124,7 @@ print(missing)
 
 
 @pytest.mark.parametrize("kind", ["raises", "folder", "no spec", "hidden"])
+@pytest.mark.slow
 def test_no_backend_ends_selection_where_packages_are_broken(tmp_path, kind):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(SOURCE)
@@ -203,6 +204,7 @@ def archive(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_sources_are_compiled_from_a_zip_archive(archive, compiled_kernels):
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     environment["LIGHTNING_INDEXER_CACHE_DIR"] = str(compiled_kernels)

@@ -208,6 +208,7 @@ def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch):
     assert "this user has no home directory: name a folder" in result.output
 
 
+@pytest.mark.slow
 def test_a_launch_finds_what_was_compiled(monkeypatch, tmp_path):
     if (reason := nvrtc.missing()) is not None:
         pytest.skip(reason)

@@ -295,6 +295,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("how", "reached"), [("plugin", True), ("install", False)])
+@pytest.mark.slow
 def test_only_the_plugin_reaches_a_spawned_process(tmp_path, how, reached):
     (tmp_path / "server.py").write_text(SPAWN)
     signature = "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0"

@@ -32,6 +32,7 @@ def run(config: TopKConfig):
 @interpreted
 @pytest.mark.parametrize("config", [SMALL, CUT], ids=["rows", "segments"])
 @pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.slow
 def test_scores(scores, config):
     tie = "larger" if SCORES.index(scores) % 2 else "smaller"
     assert run_case(Case(5, 700, 40, scores=scores, tie=tie), "", CPU, call=run(config)) == []
@@ -56,11 +57,13 @@ def test_scores(scores, config):
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.slow
 def test_options_and_sizes(case, config):
     assert run_case(case, "", CPU, call=run(config)) == []
 
 
 @interpreted
+@pytest.mark.slow
 def test_repeats_and_other_batches():
     for config in (SMALL, CUT):
         assert run_case(Case(4, 500, 30, scores="integers"), "", CPU, repeats=2, call=run(config)) == []

@@ -462,6 +462,7 @@ class TestThreads:
         assert all(torch.equal(result, expected) for result in results)
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+    @pytest.mark.slow
     def test_a_forked_child_makes_its_own_threads(self):
         """PyTorch's own OpenMP threads do not survive a fork either, so the child here computes nothing."""
         code = (

@@ -76,6 +76,7 @@ def check(inputs: Inputs, ks, ke, form="clean", dtype=torch.float32, *, arch="sm
 @pytest.mark.parametrize("form", ["clean", "noclean", "compressed"])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("heads", "head_dim"), [(8, 32), (16, 64), (32, 128), (64, 64), (128, 32)])
+@pytest.mark.slow
 def test_windows(heads, head_dim, window, form):
     # Both kinds of arch over the table, each with every window, form and shape.
     arch = ARCHS[(WINDOWS.index(window) + HEADS.index(heads)) % 2]
@@ -86,6 +87,7 @@ def test_windows(heads, head_dim, window, form):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("config", [SMALL, WIDER, ONE_TILE], ids=lambda config: f"block {config.block}")
 @pytest.mark.parametrize(("form", "dtype"), FORMS_AND_DTYPES)
+@pytest.mark.slow
 def test_tiles_and_results(arch, config, form, dtype):
     check(
         make_inputs(5, 150, 8, 32, CPU), *make_windows("misaligned", 5, 150, CPU), form, dtype, arch=arch, config=config
@@ -306,6 +308,7 @@ print(json.dumps(diffs))
 
 
 @interpreted
+@pytest.mark.slow
 def test_nothing_outside_of_the_tensors_is_touched():
     """Every tensor between pages that no one may touch; a read past the last key would end the process."""
     environment = {**os.environ, "PYTHONPATH": SOURCES}

@@ -88,6 +88,7 @@ def script(machine, *arguments, **variables):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_b_a_b(machine, tmp_path):
     out = tmp_path / "out"
     result = script(machine, "a/model", str(out), CONCURRENCY="2 4", SERVE_ARGS="--max-model-len 70000")
@@ -142,6 +143,7 @@ def test_a_server_that_is_there_already_is_not_measured(machine, tmp_path):
     assert not (tmp_path / "calls").exists()
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_while_another_one_answers(machine, tmp_path):
     """Health comes from somewhere else: what was started has to live too."""
     executable(tmp_path / "bin" / "curl", "#!/bin/sh\nexit 0\n")
