@@ -74,7 +74,8 @@ def verify(
         repeat = ["--device", str(where), *(["--full"] if full else [])]
         ran = _on_device(operations, where, backend, only, case, full)
     title, total, outcomes, notes, needed = ran
-    found, started = _watch(title, total, outcomes, fail_fast), time.perf_counter()
+    started = time.perf_counter()
+    found = _watch(title, total, outcomes, fail_fast)
     summaries = checks.summarise(found)
     _print(f"verify on {title}: worst calc_diff", summaries, simulated=arch is not None, several=len(operations) > 1)
     if arch is not None:
