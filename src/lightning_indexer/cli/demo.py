@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lightning_indexer.arch import arch_of
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
+from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.check.cases import flop, positions_in_windows
 from lightning_indexer.chunking import Chunk, Request, plan_chunks
 from lightning_indexer.fp8 import quantize_k, quantize_q
@@ -55,7 +56,9 @@ def run_demo(device: torch.device, picture: Path, seed: int, console: Console) -
         ks, ke = chunk.windows(device)
         rows = slice(chunk.token_start, chunk.token_stop)
         logits, seconds = _timed(q_fp8[rows], k_fp8, kv_scale, batch.weights[rows], ks, ke)
-        _collect(logits, chunk, selected)
+        indices = top_k_per_row(logits, TOPK, ks, ke)
+        assert isinstance(indices, torch.Tensor)  # no values were asked for
+        _collect(indices, chunk, selected)
         problem = MqaLogitsProblem(chunk.rows, chunk.keys, HEADS, HEAD_DIM)
         positions = positions_in_windows(ks, ke, chunk.keys)
         table.add_row(
@@ -114,16 +117,12 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _collect(logits: torch.Tensor, chunk: Chunk, selected: dict[tuple[int, int], list[int]]) -> None:
-    """Top-k of each row, as positions in its own request; rows with fewer keys than k have fewer."""
-    scores, columns = logits.topk(min(TOPK, logits.shape[1]), dim=1)
-    columns = columns.masked_fill(torch.isneginf(scores), -1).cpu()
-    row = 0
+def _collect(indices: torch.Tensor, chunk: Chunk, selected: dict[tuple[int, int], list[int]]) -> None:
+    """Keeps each row's positions, which count from its request's first key; rows with fewer keys than k have fewer."""
+    rows = iter(indices.tolist())
     for part in chunk.slices:
         for inner in range(part.rows):
-            positions = columns[row] - part.key_start
-            selected[part.request, part.row_start + inner] = positions[columns[row] >= 0].tolist()
-            row += 1
+            selected[part.request, part.row_start + inner] = [position for position in next(rows) if position >= 0]
 
 
 def _chance(batch: _Batch) -> float:
