@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from lightning_indexer.fp8 import FP8_DTYPES
-from lightning_indexer.problems.checks import check_tensor, shape_of
+from lightning_indexer.problems.checks import as_int, check_tensor, shape_of
 
 Order = Literal["flat", "preshuffled"]
 Scales = Literal["float32", "power of two", "ue8m0"]
@@ -66,9 +66,7 @@ class CacheLayout(NamedTuple):
             TypeError, ValueError: a field that no cache has; the message names it.
         """
         for name, value in (("page", self.page), ("head_dim", self.head_dim)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"layout.{name}: got {type(value).__name__}, expected an int")
-            if value < 1:
+            if as_int(f"layout.{name}", value) < 1:
                 raise ValueError(f"layout.{name}: got {value}, expected at least 1")
         for name, given, kinds in (("order", self.order, Order), ("scales", self.scales, Scales)):
             if given not in get_args(kinds):

@@ -101,14 +101,15 @@ class PagedMqaLogitsProblem(NamedTuple):
 class PagedMqaLogitsCall(NamedTuple):
     """The arguments of one call, in the order of ``fp8_paged_mqa_logits``.
 
-    What a backend is given has been validated and normalised: ``q`` [B, next_n, H, D] fp8 of the arch's dialect, last
-    dimension contiguous; ``kv_cache`` uint8 [blocks, page, 1, D + 4] or [blocks, page, D + 4], each block contiguous,
-    blocks ``stride(0)`` bytes apart, its address and that a multiple of 4; ``weights`` [B * next_n, H] float32, last
-    dimension contiguous; ``context_lens`` int32 [B], or [B, next_n] where the problem has ``row_lengths``, any strides;
-    ``block_tables`` int32 [B, max_blocks] ([sequences, max_blocks] with ``indices``), last dimension contiguous;
-    ``layout``; ``indices`` None or int32 [B], contiguous; ``out`` [B * next_n, max_context_len], last dimension
-    contiguous. All on one device. Where a length is not positive, neither the table nor ``indices`` mean anything;
-    entries of the table behind a row's last page mean nothing either.
+    What a backend is given has been validated and normalised: ``q`` [B, next_n, H, D] fp8, last dimension
+    contiguous, q and cache in the arch's dialect, or on gfx942 in any, which its kernels have to read; ``kv_cache``
+    uint8 [blocks, page, 1, D + 4] or [blocks, page, D + 4], each block contiguous, blocks ``stride(0)`` bytes
+    apart, its address and that a multiple of 4; ``weights`` [B * next_n, H] float32, last dimension contiguous;
+    ``context_lens`` int32 [B], or [B, next_n] where the problem has ``row_lengths``, any strides; ``block_tables``
+    int32 [B, max_blocks] ([sequences, max_blocks] with ``indices``), last dimension contiguous; ``layout``;
+    ``indices`` None or int32 [B], contiguous; ``out`` [B * next_n, max_context_len], last dimension contiguous. All
+    on one device. Where a length is not positive, neither the table nor ``indices`` mean anything; entries of the
+    table behind a row's last page mean nothing either.
     """
 
     q: torch.Tensor
@@ -172,7 +173,7 @@ def _normalised(call: PagedMqaLogitsCall) -> PagedMqaLogitsCall:
     if call.layout is None:
         check_tensor("kv_cache", call.kv_cache, (torch.uint8,), ": pass kv_cache.view(torch.uint8)")
         page = call.kv_cache.shape[1] if call.kv_cache.dim() > 1 else 1
-        changed["layout"] = CacheLayout(int(page), int(head_dim), dtype=call.q.dtype)
+        changed["layout"] = CacheLayout(page, head_dim, dtype=call.q.dtype)
     elif not isinstance(call.layout, CacheLayout):
         raise TypeError(f"layout: got {type(call.layout).__name__}, expected a CacheLayout or None")
     lengths = call.context_lens
