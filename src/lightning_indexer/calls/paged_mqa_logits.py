@@ -228,15 +228,18 @@ def _(*arguments: Any) -> None:
 
 
 def _through_operator(call: PagedMqaLogitsCall) -> torch.Tensor:
-    if not torch.compiler.is_compiling():
+    layout = call.layout
+    if not torch.compiler.is_compiling():  # Dynamo reads no more than it has to; the operators' fakes check
         common.refuse(OPERATION, _tensors(call))
-    checked = validate(call)
-    layout = checked.layout
-    assert layout is not None
-    operands = (*checked[:6], layout.page, layout.head_dim, layout.order, layout.scales, layout.dtype, checked.indices)
+        layout = validate(call).layout
+    if layout is None:
+        layout = CacheLayout(call.kv_cache.shape[1], call.q.shape[3], dtype=call.q.dtype)
+    operands = (*call[:6], layout.page, layout.head_dim, layout.order, layout.scales, layout.dtype, call.indices)
     with torch.no_grad():
-        if checked.out is None:
-            result: torch.Tensor = _operator(*operands, checked.clean_logits, checked.out_dtype, checked.backend)
+        if call.out is None:
+            result: torch.Tensor = _operator(*operands, call.clean_logits, call.out_dtype, call.backend)
             return result
-        _operator_out(*operands, checked.clean_logits, checked.out, checked.backend)
-        return checked.out
+        if call.out.dtype != call.out_dtype:
+            raise TypeError(f"out: got dtype {call.out.dtype}, expected {call.out_dtype}, the out_dtype of the call")
+        _operator_out(*operands, call.clean_logits, call.out, call.backend)
+        return call.out
