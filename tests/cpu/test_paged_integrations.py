@@ -127,6 +127,7 @@ def test_as_deep_gemm_tests_it(heads, next_n, dtype):
     """Random lengths from 0.7 to 1.3 of a mean, a permuted pool without gaps, lengths of rows that are arbitrary below
     the last; against scores of the unquantised operands and of the dequantised ones, and 20 bitwise repeats."""
     batch, mean = 5, 400
+    torch.manual_seed(heads + next_n)  # few logits: their error of quantisation is up to 9.9e-4
     q = torch.randn(batch, next_n, heads, D).bfloat16()
     weights = torch.randn(batch * next_n, heads)
     last = torch.randint(int(0.7 * mean), int(1.3 * mean), (batch,))
