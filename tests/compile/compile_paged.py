@@ -21,12 +21,12 @@ from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsProblem
 
 PROBLEMS = (
     PagedMqaLogitsProblem(64, 1, 32768, 64, 128, max_blocks=512),
-    PagedMqaLogitsProblem(64, 3, 32768, 32, 128, max_blocks=512, row_lengths=True, out_dtype=torch.bfloat16),
     PagedMqaLogitsProblem(
-        64, 2, 32768, 64, 128, CacheLayout(64, 128, "preshuffled", "ue8m0"), 512, clean_logits=False, ragged=True
+        64, 3, 32768, 32, 128, CacheLayout(64, 128, "preshuffled", "ue8m0"), 512, out_dtype=torch.bfloat16,
+        clean_logits=False, row_lengths=True, ragged=True,
     ),
     PagedMqaLogitsProblem(64, 1, 32768, 8, 32, CacheLayout(16, 32, "preshuffled"), 2048),
-)
+)  # fmt: skip
 FP8 = {"fn": "*fp8e4nv", "none": "*u8"}
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.uint8: "*u8"}
 
@@ -42,7 +42,7 @@ def compile_for_nvidia(launch: Launch, problem: PagedMqaLogitsProblem) -> dict:
             attrs[index,] = [["tt.divisibility", 16]]
         else:
             signature[name] = "i32"
-            if "stride" in name and value % 16 == 0 or name == "block_words":
+            if name == "block_words" or ("stride" in name and value % 16 == 0):
                 attrs[index,] = [["tt.divisibility", 16]]
     target = GPUTarget("cuda", int(launch.arch.name[2:]), 32)
     compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=launch.options)

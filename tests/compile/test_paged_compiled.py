@@ -1,4 +1,4 @@
-"""``triton-portable``'s paged kernel compiled for every kind of arch, on a machine that has none of them."""
+"""``triton-portable``'s paged kernel compiled for Hopper and CDNA, on a machine that has none of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import pytest
 from lightning_indexer import Arch, envs
 
 SCRIPT = Path(__file__).with_name("compile_paged.py")
-ARCHS = ("sm80", "sm90", "sm120", "gfx90a", "gfx942", "gfx950", "gfx1201", "gfx1250")
+ARCHS = ("sm90", "gfx942", "gfx950")
 NAMES = [
     "fp8_paged_mqa_logits_n1_H64_D128_page64_bkv64_r1_flat_clean_triton",
-    "fp8_paged_mqa_logits_n3_H32_D128_page64_bkv64_r4_flat_clean_triton",
-    "fp8_paged_mqa_logits_n2_H64_D128_page64_bkv64_r2_preshuffled_noclean_triton",
+    "fp8_paged_mqa_logits_n3_H32_D128_page64_bkv64_r4_preshuffled_noclean_triton",
     "fp8_paged_mqa_logits_n1_H8_D32_page16_bkv64_r1_preshuffled_clean_triton",
 ]
-MATRIX = {"sm80": "mma.sync", "sm90": "wgmma.mma_async", "sm120": "mma.sync"}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -36,12 +34,12 @@ def test_compiles(arch, tmp_path):
         text = kernel["text"]
         assert 0 < kernel["shared"] <= Arch.parse(arch).shared_bytes
         if not arch.startswith("gfx"):
-            assert MATRIX[arch] in text
+            assert "wgmma.mma_async" in text
             # Keys of 128 channels are copied 16 bytes at a time.
             assert "cp.async.cg.shared.global" in text
             continue
-        assert "wmma" in text if arch.startswith("gfx12") else "v_mfma" in text
+        assert "v_mfma" in text
         assert re.findall(r"^; ScratchSize: (\d+)$", text, re.MULTILINE) == ["0"]
         if "D128" in kernel["name"]:
-            assert "load_dwordx4" in text or "load_b128" in text
-        assert not re.search(r"load_u(byte|8)", text)
+            assert "load_dwordx4" in text
+        assert "load_ubyte" not in text

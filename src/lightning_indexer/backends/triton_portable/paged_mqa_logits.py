@@ -17,8 +17,6 @@ from lightning_indexer.backends.triton_portable.mqa_logits import HEAD_DIMS, HEA
 from lightning_indexer.problems.mqa_logits import row_stride
 from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsCall, PagedMqaLogitsProblem
 
-# Columns of the product, rows * H: what a tile of 64 keys leaves registers for.
-MAX_PRODUCT_COLUMNS = 128
 MAX_SPLITS = 4096
 # A program's last step past the width stays an int32.
 MAX_WIDTH = 2**31 - MAX_SPLITS * 1024 - 2**14
@@ -47,9 +45,11 @@ class PagedTileConfig:
 
 
 def heuristic(problem: PagedMqaLogitsProblem, arch: Arch) -> PagedTileConfig:
-    """As the prefill kernel's tiles; rows share a tile up to 128 columns of the product."""
+    """As the prefill kernel's tiles; rows share a tile while rows * H, columns of the product, leave registers."""
+    # gfx90a, which widens to float16, spills 10 registers at 128 columns.
+    columns = 64 if arch.vendor == "amd" and arch.fp8 == "none" else 128
     rows = _power_of_two(problem.next_n)
-    while rows > 1 and rows * _padded(problem.heads, rows) > MAX_PRODUCT_COLUMNS:
+    while rows > 1 and rows * _padded(problem.heads, rows) > columns:
         rows //= 2
     splits = _splits(problem, arch, 64, rows)
     if arch.vendor == "amd":
