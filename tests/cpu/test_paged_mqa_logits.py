@@ -167,6 +167,33 @@ def test_the_way_of_gpus_reads_no_length(case, monkeypatch):
         assert run_case(case, "", CPU, call=lambda case, i, out, run=launch: run(call_of(case, i, out))) == []
 
 
+@pytest.mark.parametrize("dtype", [FN, FNUZ], ids=str)
+def test_every_code_is_widened_exactly(dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    finite = codes[~codes.view(dtype).float().isnan()].view(dtype)
+    wide, factor = torch_blocked._widen(finite)
+    assert factor > 1
+    assert same_bits(wide * factor + 0.0, finite.float() + 0.0)
+    for code in codes[codes.view(dtype).float().isnan()]:
+        mixed = torch.cat((codes[:3], code[None])).view(dtype)
+        wide, factor = torch_blocked._widen(mixed)
+        assert bool((wide * factor).isnan()[3])
+        assert torch.equal((wide * factor)[:3], mixed.float()[:3])
+
+
+def test_nan_stays_in_its_column():
+    case = Case(1, 2, 8, 32, 130, 64, lengths="equal")
+    inputs = make_inputs(case, CPU)
+    given = (inputs.q, inputs.kv_cache, inputs.weights, inputs.context_lens, inputs.block_tables, 130)
+    expected = fp8_paged_mqa_logits(*given)
+    block = inputs.block_tables[0, 1]
+    inputs.kv_cache.view(inputs.kv_cache.shape[0], -1)[block, 5 * 32 + 3] = 0x7F  # position 69
+    found = fp8_paged_mqa_logits(*given)
+    assert found.isnan().any(dim=0).nonzero().flatten().tolist() == [69]
+    others = torch.arange(130) != 69
+    torch.testing.assert_close(found[:, others], expected[:, others], rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["inference", "autocast", "default dtype"])
 def test_modes_of_the_caller(mode):
     case = Case(3, 2, 16, 64, 200)

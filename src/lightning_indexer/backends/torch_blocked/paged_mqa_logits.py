@@ -115,7 +115,9 @@ class _Work:
         mode = torch.inference_mode() if self.inference else torch.no_grad()
         with mode, torch.autocast("cpu", enabled=False):
             table = self.call.block_tables[sequence, first // page : -(-stop // page)]
-            logits = self.logits(slice(b, b + 1), self.pages[table.long()][None])[0, :, : stop - first]
+            # A tenth of the time of indexing by the table.
+            pages = self.pages.index_select(0, table)
+            logits = self.logits(slice(b, b + 1), pages[None])[0, :, : stop - first]
             lengths = self.lengths[b, :, None]
             if self.problem.clean_logits and bool((lengths < stop).any()):
                 logits = torch.where(torch.arange(first, stop) < lengths, logits, float("-inf"))
@@ -158,11 +160,27 @@ class _Work:
         problem, call = self.problem, self.call
         count, blocks = pages.shape[:2]
         k, kv_scale = problem.layout.unpack_blocks(pages.reshape(count * blocks, -1))
-        keys = k.float().view(count, blocks * problem.layout.page, problem.head_dim)
-        q = call.q[some].float().reshape(count, -1, problem.head_dim)
+        wide, factor = _widen(k) if k.device.type == "cpu" else (k.float(), 1.0)
+        keys = wide.view(count, blocks * problem.layout.page, problem.head_dim)
+        q = call.q[some].float().reshape(count, -1, problem.head_dim) * factor
         scores = torch.bmm(q, keys.transpose(1, 2)).relu_()
         first, stop, _ = some.indices(problem.batch)
         weights = call.weights[first * problem.next_n : stop * problem.next_n, None, :]
         logits = torch.bmm(weights, scores.view(count * problem.next_n, problem.heads, -1))
         logits = logits.view(count, problem.next_n, -1) * kv_scale.view(count, 1, -1)
         return logits + 0.0  # -0.0 becomes +0.0
+
+
+def _widen(k: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """float32 of fp8, and the power of two that it has to be multiplied by; a thirteenth of the time of ``k.float()``.
+
+    Exponent and mantissa of a code, seven bits up, are those of a float16 with another bias: 15 for 7, or for 8.
+    """
+    codes = k.view(torch.int8)
+    fnuz = k.dtype is torch.float8_e4m3fnuz
+    # NaN: 0x80 in fnuz; 0x7f and 0xff in fn, which alone are 0 when doubled and two more.
+    lowest = codes.amin() == -128 if fnuz else (codes + codes + 2).view(torch.uint8).amin() == 0
+    if bool(lowest):
+        return k.float(), 1.0
+    half = codes.to(torch.int16).mul_(128).bitwise_and_(-0x4001)  # the sign fills bit 14 too
+    return half.view(torch.float16).float(), 128.0 if fnuz else 256.0
