@@ -128,12 +128,15 @@ def test_it_can_be_switched_off(monkeypatch):
 def test_without_the_variable_what_is_measured_is_not_checked(monkeypatch):
     monkeypatch.delenv("LIGHTNING_INDEXER_SELF_CHECK")
     gpu = torch.device("cuda", 0)
-    for backend, arch in policy.MEASURED:
-        assert not selfcheck.is_due(backend, Arch.parse(arch), gpu)
+    for operation, measured in policy.MEASURED.items():
+        for backend, arch in measured:
+            assert not selfcheck.is_due(operation, backend, Arch.parse(arch), gpu)
     for backend, arch in (("triton-portable", "sm80"), ("triton-portable", "gfx942"), ("flydsl", "gfx950")):
-        assert selfcheck.is_due(backend, Arch.parse(arch), gpu)
-        assert not selfcheck.is_due(backend, Arch.parse(arch), CPU), "the simulator has its own checks"
-    assert not selfcheck.is_due("torch-blocked", Arch.parse("gfx942"), gpu)
+        assert selfcheck.is_due("fp8_mqa_logits", backend, Arch.parse(arch), gpu)
+        assert not selfcheck.is_due("fp8_mqa_logits", backend, Arch.parse(arch), CPU), (
+            "the simulator has its own checks"
+        )
+    assert not selfcheck.is_due("fp8_mqa_logits", "torch-blocked", Arch.parse("gfx942"), gpu)
 
 
 def test_while_a_graph_is_captured_it_waits(monkeypatch):

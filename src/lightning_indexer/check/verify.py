@@ -119,7 +119,11 @@ class Suite(Protocol):
 
 
 # By operation, where its suite is defined.
-_SUITES = {"fp8_mqa_logits": "mqa_logits:MqaLogitsSuite", "top_k_per_row": "top_k:TopKSuite"}
+_SUITES = {
+    "fp8_mqa_logits": "mqa_logits:MqaLogitsSuite",
+    "fp8_paged_mqa_logits": "paged_mqa_logits:PagedMqaLogitsSuite",
+    "top_k_per_row": "top_k:TopKSuite",
+}
 
 
 def operations() -> tuple[str, ...]:

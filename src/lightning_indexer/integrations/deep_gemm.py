@@ -1,4 +1,4 @@
-"""DeepGEMM's prefill calls, in the three forms in which they are in use:
+"""DeepGEMM's prefill and decode calls, in the three forms in which they are in use:
 
 1. ``fp8_mqa_logits(q, kv, weights, start, end, clean_logits, max_seqlen_k)``: the first, a legacy call of the
    repository at 54e2261;
@@ -6,6 +6,11 @@
    repository at 54e2261;
 3. ``fp8_fp4_mqa_logits((q, None), kv, weights, start, end, max_seqlen_k, schedule_meta)``: that of the build inside the
    vLLM 0.33 wheel (``vllm.third_party.deep_gemm``). It has compressed logits only.
+
+The decode calls are ``fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, schedule_meta,
+max_context_len, clean_logits, indices)``; ``fp8_fp4_paged_mqa_logits((q, None), ..., clean_logits, logits_dtype,
+indices)``; and that without ``clean_logits`` and ``logits_dtype``. ``get_paged_mqa_logits_metadata`` gives them a
+schedule that none of them reads.
 
 DeepGEMM aborts on sizes that it was not built for, such as H other than 32 and 64 on Hopper; these calls run them.
 """
@@ -15,7 +20,7 @@ from __future__ import annotations
 import torch
 
 import lightning_indexer
-from lightning_indexer.problems.checks import as_bool, as_int, is_numpy_bool
+from lightning_indexer.problems.checks import as_bool, as_int, check_tensor, is_numpy_bool, shape_of
 
 
 def fp8_mqa_logits(
@@ -83,11 +88,7 @@ def fp8_fp4_mqa_logits(
         TypeError: ``q`` is not a pair, or is fp4; two widths; also as :func:`lightning_indexer.fp8_mqa_logits`.
         ValueError: a width of 0 in the wheel's place for it; also as :func:`lightning_indexer.fp8_mqa_logits`.
     """
-    if not isinstance(q, (tuple, list)) or len(q) != 2:
-        raise TypeError(f"q: got {type(q).__name__}, expected the pair (q, None)")
-    values, scale = q
-    if scale is not None:
-        raise TypeError("q: got a scale, which makes it fp4; fp4 is not supported: expected (q, None)")
+    values = _fp8_of(q)
     if clean_logits is not None and not isinstance(clean_logits, bool) and not is_numpy_bool(clean_logits):
         width = int(as_int("clean_logits or max_seqlen_k, the sixth argument", clean_logits))
         # The seventh is then the schedule; a number there that is not the default is a second width.
@@ -111,3 +112,118 @@ def fp8_fp4_mqa_logits(
         max_seqlen_k=width,
         out_dtype=logits_dtype,
     )
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``deep_gemm.get_paged_mqa_logits_metadata``: a schedule of the size that callers allocate, of zeros.
+
+    The decode calls here find their schedule themselves, so this one may be older than the lengths.
+
+    Args:
+        context_lens: [B] or [B, next_n] int32.
+        block_kv: keys of a page.
+        num_sms: at least 1.
+        indices: ignored.
+
+    Returns:
+        [num_sms + 1, 2] int32 on the device of ``context_lens``.
+
+    Raises:
+        TypeError, ValueError: ``context_lens`` is no int32 tensor of those shapes, or a number is not positive.
+    """
+    check_tensor("context_lens", context_lens, (torch.int32,))
+    if context_lens.dim() not in (1, 2):
+        raise ValueError(f"context_lens: got shape {shape_of(context_lens)}, expected [B] or [B, next_n]")
+    for name, value in (("block_kv", block_kv), ("num_sms", num_sms)):
+        if as_int(name, value) < 1:
+            raise ValueError(f"{name}: got {value}, expected at least 1")
+    return context_lens.new_zeros((int(num_sms) + 1, 2))
+
+
+def fp8_paged_mqa_logits(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule_meta: torch.Tensor | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+    indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``deep_gemm.fp8_paged_mqa_logits``, as at DeepGEMM 54e2261 and before it.
+
+    Args:
+        q: [B, next_n, H, D] float8_e4m3fn.
+        kv_cache: [blocks, page, 1, D + 4] uint8, flat, with float32 scales.
+        weights: [B * next_n, H] float32.
+        context_lens: [B, next_n] int32, or [B], where row j sees ``context_lens[b] - next_n + 1 + j`` positions.
+        block_table: [B, max_blocks] int32: a row for each of q, also where several of q are of one sequence.
+        schedule_meta: ignored.
+        max_context_len: columns of the result.
+        clean_logits: write ``-inf`` behind each row's length.
+        indices: ignored: [B], which of q are of one sequence, and so have the same row of ``block_table``.
+
+    Returns:
+        [B * next_n, max_context_len] float32. Rows are padded to 256 bytes, not to DeepGEMM's 1024.
+
+    Raises:
+        TypeError, ValueError: as :func:`lightning_indexer.fp8_paged_mqa_logits`.
+    """
+    if q.dim() == 4 and q.shape[1] == 1 and context_lens.dim() == 2:
+        context_lens = context_lens.squeeze(1)  # what the call would do each time, with all of its checks
+    return lightning_indexer.fp8_paged_mqa_logits(
+        q, kv_cache, weights, context_lens, block_table, max_context_len, clean_logits=clean_logits
+    )
+
+
+def fp8_fp4_paged_mqa_logits(
+    q: tuple[torch.Tensor, torch.Tensor | None],
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule_meta: torch.Tensor | None,
+    max_context_len: int,
+    clean_logits: bool | torch.Tensor | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``deep_gemm.fp8_fp4_paged_mqa_logits`` for fp8 operands, of the repository and of the vLLM 0.33 wheel.
+
+    The two differ in the eighth argument: the repository's ``clean_logits``, or the wheel's ``indices``.
+
+    Args:
+        q: ``(q, None)``: [B, next_n, H, D] float8_e4m3fn. A second element other than None would make it fp4.
+        clean_logits: write ``-inf`` behind each row's length; None: no. A tensor is the wheel's ``indices``.
+        logits_dtype: ``torch.float32`` or ``torch.bfloat16``.
+        kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, indices: as in
+            :func:`fp8_paged_mqa_logits`.
+
+    Returns:
+        [B * next_n, max_context_len] of ``logits_dtype``.
+
+    Raises:
+        TypeError: ``q`` is not a pair, or is fp4; also as :func:`lightning_indexer.fp8_paged_mqa_logits`.
+        ValueError: as :func:`lightning_indexer.fp8_paged_mqa_logits`.
+    """
+    values = _fp8_of(q)
+    if clean_logits is None or isinstance(clean_logits, torch.Tensor):
+        clean_logits = False
+    if values.dim() == 4 and values.shape[1] == 1 and context_lens.dim() == 2:
+        context_lens = context_lens.squeeze(1)
+    return lightning_indexer.fp8_paged_mqa_logits(
+        values, kv_cache, weights, context_lens, block_table, max_context_len, clean_logits=clean_logits,
+        out_dtype=logits_dtype,
+    )  # fmt: skip
+
+
+def _fp8_of(q: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    if not isinstance(q, (tuple, list)) or len(q) != 2:
+        raise TypeError(f"q: got {type(q).__name__}, expected the pair (q, None)")
+    values, scale = q
+    if scale is not None:
+        raise TypeError("q: got a scale, which makes it fp4; fp4 is not supported: expected (q, None)")
+    return values

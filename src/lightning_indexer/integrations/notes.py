@@ -107,7 +107,7 @@ def _warnings(verdicts: Sequence[Verdict], problem: MqaLogitsProblem, arch: Arch
     found = []
     for verdict in verdicts:
         if verdict.chosen:
-            if (verdict.backend, arch.name) not in policy.MEASURED:
+            if not policy.measured(problem.operation, verdict.backend, arch):
                 found.append(f"{verdict.backend} has not been measured on {arch.name}: compare before you rely on it")
             break
         backend = registry.get(verdict.backend)

@@ -15,8 +15,17 @@ KERNELS_OFF = "kernels are switched off"
 FALLBACK = "torch-blocked"
 PORTABLE = "triton-portable"
 
-# (backend, arch) that this project has run and timed on hardware: an H200, and CPUs.
-MEASURED = frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")})
+# By operation, (backend, arch) that this project has run and timed on hardware: an H200, and CPUs.
+MEASURED: dict[str, frozenset[tuple[str, str]]] = {
+    "fp8_mqa_logits": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
+    "top_k_per_row": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
+}
+
+
+def measured(operation: str, backend: str, arch: Arch) -> bool:
+    """True where the numbers and the results of a kernel on an arch are this project's own, from hardware."""
+    return (backend, arch.name) in MEASURED.get(operation, ())
+
 
 # By operation and arch, what is tried before triton-portable and torch-blocked, which follow on every GPU.
 ORDER: dict[str, dict[str, tuple[str, ...]]] = {

@@ -286,7 +286,7 @@ def prepare(problem: Any, arch: Arch, name: str | None = None, device: torch.dev
         kernel = backend.kernels[problem.operation]
         config = kernel.config(problem, arch)
         run = kernel.launch(problem, arch, config)
-        if device is None or not selfcheck.is_due(backend.name, arch, device):
+        if device is None or not selfcheck.is_due(problem.operation, backend.name, arch, device):
             return Prepared(backend.name, run, settled=True)
         if selfcheck.must_wait(device):
             return Prepared(backend.name, run, settled=False)

@@ -30,12 +30,12 @@ class SelfCheckWarning(UserWarning):
     """A kernel gave wrong results on this device, and is not used."""
 
 
-def is_due(backend: str, arch: Arch, device: torch.device) -> bool:
+def is_due(operation: str, backend: str, arch: Arch, device: torch.device) -> bool:
     """True where a kernel of this backend is to be checked before its first call on the device."""
     asked = envs.self_check()
     if asked is not None:
         return asked and backend != policy.FALLBACK
-    measured = (backend, arch.name) in policy.MEASURED or backend == policy.FALLBACK
+    measured = policy.measured(operation, backend, arch) or backend == policy.FALLBACK
     return device.type == "cuda" and not measured
 
 

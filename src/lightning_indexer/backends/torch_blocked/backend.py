@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_indexer.backends.torch_blocked.mqa_logits import MqaLogits
+from lightning_indexer.backends.torch_blocked.paged_mqa_logits import PagedMqaLogits
 from lightning_indexer.backends.torch_blocked.top_k import TopK
 
 
 class TorchBlocked:
     name = "torch-blocked"
     summary = "PyTorch, block by block; any device, any H and D; exact float32"
-    kernels: ClassVar = {"fp8_mqa_logits": MqaLogits(), "top_k_per_row": TopK()}
+    kernels: ClassVar = {
+        "fp8_mqa_logits": MqaLogits(),
+        "fp8_paged_mqa_logits": PagedMqaLogits(),
+        "top_k_per_row": TopK(),
+    }
 
     def missing(self) -> str | None:
         return None

@@ -10,13 +10,18 @@ from typing import ClassVar
 
 from lightning_indexer.amd import triton_amd
 from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits
+from lightning_indexer.backends.triton_portable.paged_mqa_logits import PagedMqaLogits
 from lightning_indexer.backends.triton_portable.top_k import TopK
 
 
 class TritonPortable:
     name = "triton-portable"
     summary = "one Triton kernel for NVIDIA sm80 and newer and AMD gfx9/gfx12"
-    kernels: ClassVar = {"fp8_mqa_logits": MqaLogits(), "top_k_per_row": TopK()}
+    kernels: ClassVar = {
+        "fp8_mqa_logits": MqaLogits(),
+        "fp8_paged_mqa_logits": PagedMqaLogits(),
+        "top_k_per_row": TopK(),
+    }
 
     def missing(self) -> str | None:
         return triton_amd.missing()

@@ -1,0 +1,245 @@
+"""``fp8_paged_mqa_logits``: the public call, and its custom operators ``lightning_indexer::fp8_paged_mqa_logits`` and
+``_out``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from lightning_indexer import envs
+from lightning_indexer.arch import arch_of, assumed
+from lightning_indexer.calls import common
+from lightning_indexer.problems.cache_layout import CacheLayout
+from lightning_indexer.problems.mqa_logits import row_stride
+from lightning_indexer.problems.paged_mqa_logits import (
+    OPERATION,
+    PagedMqaLogitsCall,
+    check_address,
+    check_dialect,
+    problem_of,
+    validate,
+)
+from lightning_indexer.selection import registry
+
+
+def fp8_paged_mqa_logits(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_context_len: int,
+    *,
+    layout: CacheLayout | None = None,
+    indices: torch.Tensor | None = None,
+    clean_logits: bool = True,
+    out_dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    schedule_meta: object = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Scores of decode steps: q against the keys of a paged cache.
+
+    Row ``b * next_n + j`` of the result is ``scale[n] * sum_h weights[b * next_n + j, h] * relu(q[b, j, h] . k[n])``
+    for the positions n below its length, and -inf behind. Position n of b lies at place ``n % page`` of block
+    ``block_tables[b, n // page]``. Nothing is read back to the host: lengths and tables may change between the replays
+    of a captured graph. docs/semantics.md states every edge case.
+
+    Source: DeepSeek-V3.2 technical report, section 2.1; the cache is that of its engines.
+
+    Args:
+        q: [B, next_n, H, D] float8_e4m3fn, or float8_e4m3fnuz on gfx942; last dimension contiguous.
+        kv_cache: [blocks, page, 1, D + 4] uint8, or without the 1. Blocks are contiguous each and may lie any multiple
+            of 4 bytes apart; the pool may be of any size.
+        weights: [B * next_n, H] float32, bfloat16 or float16; last dimension contiguous.
+        context_lens: int32, any strides. [B, next_n]: the length of each row. [B]: row j sees
+            ``context_lens[b] - next_n + 1 + j`` positions. Lengths of 0 and below are rows that see nothing; lengths
+            past ``max_context_len`` or the table are cut.
+        block_tables: [B, max_blocks] int32, last dimension contiguous, any row stride. Entries behind a row's last
+            page are not read.
+        max_context_len: W, columns of the result.
+        layout: how keys lie in the cache; None: ``CacheLayout(page, D, dtype=q.dtype)``, flat with float32 scales.
+        indices: [B] int32, for ragged batches: q[b] belongs to sequence ``indices[b]``, whose row of ``block_tables``,
+            then [sequences, max_blocks], it reads. Not read where the row's length is 0.
+        clean_logits: write -inf behind each row's length; False leaves those columns unspecified.
+        out_dtype: ``torch.float32`` or ``torch.bfloat16``.
+        out: [B * next_n, W] of ``out_dtype`` to write into, last dimension contiguous.
+        schedule_meta: accepted for calls written for DeepGEMM, and not needed.
+        backend: run this backend or raise; None lets the library (or ``LIGHTNING_INDEXER_BACKEND``) choose.
+
+    Returns:
+        [B * next_n, W] of ``out_dtype``, a view of a buffer whose row stride is padded to 256 bytes; or ``out``.
+
+    Raises:
+        TypeError, ValueError: a bad argument, or a cache that does not fit its layout; the message names it, what came
+            and what was expected.
+        BackendUnavailableError: the backend asked for cannot run this call.
+        NotImplementedError: an operand of ``torch.func``'s transforms, a tangent, or ``torch.jit.trace``.
+    """
+    call = PagedMqaLogitsCall(
+        q, kv_cache, weights, context_lens, block_tables, max_context_len, layout, indices, clean_logits, out_dtype,
+        out, backend,
+    )  # fmt: skip
+    if torch.compiler.is_compiling() or _dispatch_modes() or common.needs_operator(_tensors(call)):
+        return _through_operator(call)
+    return _run(call)
+
+
+class _Plan(NamedTuple):
+    """What a call comes to, from its facts alone.
+
+    ``run`` is None where there is nothing to write; ``stride`` is that of a result the library allocates; ``layout`` is
+    None where operands have to be converted first.
+    """
+
+    run: registry.Run | None
+    rows: int
+    stride: int
+    layout: CacheLayout | None
+
+
+def _run(call: PagedMqaLogitsCall) -> torch.Tensor:
+    q, kv_cache, weights, lengths, tables, width, layout, indices, clean, out_dtype, out, backend = call
+    try:
+        facts = (
+            OPERATION, q.shape, q.stride(), q.dtype, q.device, kv_cache.shape, kv_cache.stride(), kv_cache.dtype,
+            kv_cache.device, weights.shape, weights.stride(), weights.dtype, weights.device, weights.is_neg(),
+            lengths.shape, lengths.stride(), lengths.dtype, lengths.device, tables.shape, tables.stride(), tables.dtype,
+            tables.device, width.__class__, width, layout,
+            None if indices is None else (indices.shape, indices.stride(), indices.dtype, indices.device),
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+            clean.__class__, clean, out_dtype, backend, (q.data_ptr() | kv_cache.data_ptr()) & 15,
+            envs.selection(), assumed(),
+        )  # fmt: skip
+        plan = common.PLANS.get(facts)
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
+        plan = facts = None
+    if _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0:
+        common.refuse(OPERATION, _tensors(call))
+    if torch.is_grad_enabled() and (getattr(weights, "requires_grad", False) or getattr(q, "requires_grad", False)):
+        common.warn_of_gradients(OPERATION)
+    if plan is None:
+        checked = validate(call)
+        arch = arch_of(q.device)
+        check_dialect(checked, arch)
+        check_address(checked.kv_cache)
+        problem = problem_of(checked)
+        prepared = registry.prepare(problem, arch, backend, q.device)
+        run = prepared.run if problem.rows and problem.width else None
+        stride = row_stride(problem.width, problem.out_dtype)
+        same = all(one is other for one, other in zip(checked, call._replace(layout=checked.layout), strict=True))
+        plan = _Plan(run, problem.rows, stride, checked.layout if same else None)
+        if facts is not None and prepared.settled:
+            common.keep(facts, plan)
+    if out is None:
+        out = torch.empty_strided((plan.rows, width), (plan.stride, 1), dtype=out_dtype, device=q.device)
+    if plan.run is not None:
+        call = call._replace(out=out, layout=plan.layout or layout)
+        plan.run(call if plan.layout is not None else validate(call))
+    return out
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+
+
+def _tensors(call: PagedMqaLogitsCall) -> list[torch.Tensor]:
+    return [argument for argument in call if isinstance(argument, torch.Tensor)]
+
+
+# The operators: their schemas are the one other place where the arguments are spelled. The layout is spelled out.
+
+
+@torch.library.custom_op("lightning_indexer::fp8_paged_mqa_logits", mutates_args=())
+def _operator(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_context_len: int,
+    page: int,
+    head_dim: int,
+    order: str,
+    scales: str,
+    cache_dtype: torch.dtype,
+    indices: torch.Tensor | None,
+    clean_logits: bool,
+    out_dtype: torch.dtype,
+    backend: str | None,
+) -> torch.Tensor:
+    # Contiguous: with a padded stride, whether a result is contiguous would depend on W, and a graph on that.
+    out = q.new_empty((q.shape[0] * q.shape[1], max_context_len), dtype=out_dtype)
+    _operator_out(
+        q, kv_cache, weights, context_lens, block_tables, max_context_len, page, head_dim, order, scales, cache_dtype,
+        indices, clean_logits, out, backend,
+    )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("lightning_indexer::fp8_paged_mqa_logits_out", mutates_args=("out",))
+def _operator_out(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_context_len: int,
+    page: int,
+    head_dim: int,
+    order: str,
+    scales: str,
+    cache_dtype: torch.dtype,
+    indices: torch.Tensor | None,
+    clean_logits: bool,
+    out: torch.Tensor,
+    backend: str | None,
+) -> None:
+    # Parameters, subclasses too, as the tensors they hold.
+    q, kv_cache, weights, context_lens, block_tables = (
+        t if type(t) is torch.Tensor else t.detach().as_subclass(torch.Tensor)
+        for t in (q, kv_cache, weights, context_lens, block_tables)
+    )
+    layout = CacheLayout(page, head_dim, order, scales, cache_dtype)  # type: ignore[arg-type]
+    _run(
+        PagedMqaLogitsCall(
+            q, kv_cache, weights, context_lens, block_tables, max_context_len, layout, indices, clean_logits, out.dtype,
+            out, backend,
+        )
+    )  # fmt: skip
+
+
+@_operator.register_fake
+def _(*arguments: Any) -> torch.Tensor:
+    *operands, indices, clean_logits, out_dtype, _ = arguments
+    layout = CacheLayout._make(operands[6:])
+    call = validate(PagedMqaLogitsCall._make((*operands[:6], layout, indices, clean_logits, out_dtype, None, None)))
+    return call.q.new_empty((call.q.shape[0] * call.q.shape[1], call.max_context_len), dtype=out_dtype)
+
+
+@_operator_out.register_fake
+def _(*arguments: Any) -> None:
+    *operands, indices, clean_logits, out, _ = arguments
+    layout = CacheLayout._make(operands[6:])
+    validate(PagedMqaLogitsCall._make((*operands[:6], layout, indices, clean_logits, out.dtype, out, None)))
+
+
+def _through_operator(call: PagedMqaLogitsCall) -> torch.Tensor:
+    layout = call.layout
+    if not torch.compiler.is_compiling():  # Dynamo reads no more than it has to; the operators' fakes check
+        common.refuse(OPERATION, _tensors(call))
+        layout = validate(call).layout
+    if layout is None:
+        layout = CacheLayout(call.kv_cache.shape[1], call.q.shape[3], dtype=call.q.dtype)
+    operands = (*call[:6], layout.page, layout.head_dim, layout.order, layout.scales, layout.dtype, call.indices)
+    with torch.no_grad():
+        if call.out is None:
+            result: torch.Tensor = _operator(*operands, call.clean_logits, call.out_dtype, call.backend)
+            return result
+        if call.out.dtype != call.out_dtype:
+            raise TypeError(f"out: got dtype {call.out.dtype}, expected {call.out_dtype}, the out_dtype of the call")
+        _operator_out(*operands, call.clean_logits, call.out, call.backend)
+        return call.out
