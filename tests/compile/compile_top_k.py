@@ -2,7 +2,9 @@
 
 Run by test_top_k_compiled.py in a process of its own, because the other tests run Triton's interpreter:
 
-    python compile_top_k.py gfx950
+    python compile_top_k.py gfx950 [FIRST]
+
+FIRST: leave out the problems before that one.
 """
 
 import json
@@ -52,7 +54,7 @@ def compile_for_amd(launch: TopKLaunch, arguments: dict) -> dict:
 
 if __name__ == "__main__":
     arch = Arch.parse(sys.argv[1])
-    for problem in PROBLEMS:
+    for problem in PROBLEMS[int(sys.argv[2]) if len(sys.argv) > 2 else 0 :]:
         launch = TopKLaunch(problem, arch, heuristic(problem, arch))
         workspace = torch.empty(launch.workspace_bytes, dtype=torch.uint8, device="meta")
         for arguments in launch.passes(call_like(problem), workspace):

@@ -35,7 +35,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a worker may run other files between two tests of this one
 def kernels(tmp_path_factory) -> list[dict]:
     cache = tmp_path_factory.mktemp("cache")
     text = python(

@@ -35,7 +35,7 @@ def _config(heads: int, head_dim: int, form: str, out: str) -> KernelConfig:
     return heuristic(problem, SM90)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a worker may run other files between two tests of this one
 def compiled() -> dict[KernelConfig, nvrtc.Compiled]:
     configs = [_config(*instantiation) for instantiation in INSTANTIATIONS]
     nvrtc.version()  # the first import of cuda-core is not for two threads at once

@@ -19,6 +19,8 @@ ARCHS = {
     "sm80": 163 * KIB, "sm89": 99 * KIB, "sm90": 227 * KIB, "sm100": 227 * KIB, "sm120": 99 * KIB,
     "gfx90a": 64 * KIB, "gfx942": 64 * KIB, "gfx950": 160 * KIB, "gfx1201": 64 * KIB, "gfx1250": 320 * KIB,
 }  # fmt: skip
+# One of each kind is compiled for every problem, its likes for the last one, of two passes.
+WHOLE = ("sm90", "gfx942", "gfx950", "gfx1201")
 NAMES = [r"top_k_per_row_4096_row_index_rows_triton", r"top_k_per_row_2048_page_score_\w+_triton"]
 
 
@@ -27,12 +29,15 @@ def test_compiles(arch, tmp_path):
     environment = envs.for_process(
         TRITON_INTERPRET=None, TRITON_CACHE_DIR=str(tmp_path), LIGHTNING_INDEXER_CACHE_DIR=str(tmp_path / "own")
     )
-    done = subprocess.run([sys.executable, SCRIPT, arch], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, SCRIPT, arch, "0" if arch in WHOLE else "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = [kernel["name"] for kernel in kernels]
-    assert re.fullmatch(NAMES[0], names[0])
-    assert any(re.fullmatch(NAMES[1], name) for name in names)
+    assert len(names) >= 4 if arch in WHOLE else len(names) == 2
+    if arch in WHOLE:
+        assert re.fullmatch(NAMES[0], names[0])
+        assert any(re.fullmatch(NAMES[1], name) for name in names)
     assert names[-1].endswith("_merge_triton")
     for kernel in kernels:
         assert 0 < kernel["shared"] <= ARCHS[arch]
