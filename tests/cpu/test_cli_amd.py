@@ -114,8 +114,11 @@ def test_operands_hold_the_byte_0x80_where_it_is_minus_zero(q_dtype, k_dtype):
 # verify --arch
 
 
+SCORES = ("--operation", "fp8_mqa_logits")
+
+
 def test_verify_prints_one_line_a_backend(outcomes):
-    result = run("verify", "--arch", "gfx950", "--backend", "triton-portable", "--jobs", "3", "--heads", "32")
+    result = run("verify", "--arch", "gfx950", *SCORES, "--backend", "triton-portable", "--jobs", "3", "--heads", "32")
     assert result.status == 0
     count = len(outcomes.asked)
     assert outcomes.jobs == 3
@@ -156,7 +159,7 @@ def test_verify_keeps_what_it_has_when_interrupted(outcomes):
         return ""
 
     outcomes.fault = fault
-    result = run("verify", "--arch", "gfx942", "--backend", "triton-portable", "--heads", "32")
+    result = run("verify", "--arch", "gfx942", *SCORES, "--backend", "triton-portable", "--heads", "32")
     assert result.status == 130
     done = [case.case.window for case in outcomes.asked].index("cp")
     assert f"stopped after {done} of {len(outcomes.asked)} cases" in result.text
@@ -186,7 +189,7 @@ def test_verify_names_what_a_gate_keeps_out(outcomes, monkeypatch):
         return "D=64 is not for me" if problem.head_dim == 64 else gate(self, problem, arch)
 
     monkeypatch.setattr(TritonPortable, "supports", narrow)
-    result = run("verify", "--arch", "gfx950", "--backend", "triton-portable", "--heads", "32")
+    result = run("verify", "--arch", "gfx950", *SCORES, "--backend", "triton-portable", "--heads", "32")
     assert result.status == 0
     assert {case.case.head_dim for case in outcomes.asked} == {128}
     refused = sum(case.case.head_dim == 64 for case in sweep("gfx950", ["triton-portable"], heads=[32], thorough=True))
