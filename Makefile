@@ -12,7 +12,7 @@ help:
 	@echo "make check   the fast tests: no compiler, no simulator (under a minute on two cores)"
 	@echo "make test    run every test that needs no GPU"
 	@echo "make test-gpu  what only a GPU can show, with python's own PyTorch and Triton: PYTHON=python3"
-	@echo "make verify-amd  AMD kernels against the reference, in the simulator (about a minute on two cores)"
+	@echo "make verify-amd  AMD kernels against the reference, in the simulator (some minutes on two cores)"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  ruff and clang-format, in place"
 	@echo "make install only make $(VENV)"
