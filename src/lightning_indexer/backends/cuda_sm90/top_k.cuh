@@ -37,8 +37,10 @@ extern "C" __global__ void TOP_K_CLUSTER __launch_bounds__(kThreads, CTAS_PER_SM
       short_row(a, row, window, first, x);
     }
   } else if constexpr (kKind == kStream) {
-    if (a.bitmap_words) stream_row(a, row, window);
-    else exact_row<false>(a, row, 0, 0.0f, 0);
+    if (a.bitmap_words)
+      stream_row(a, row, window);
+    else
+      exact_row<false>(a, row, 0, 0.0f, 0);
   } else if constexpr (kKind == kAcross) {
     across_row(a, row, window);
   }

@@ -108,8 +108,10 @@ TOP_K_DEVICE void across_row(const Arguments& a, int row, const Window& window) 
     const uint32_t upper = both >> 16, lower = both & 0xffff;
     const uint32_t upto = block_scan(upper + lower, block.warp_c), above = upto - upper - lower;
     if (above < k && upto >= k) {
-      if (above + upper >= k) block.cut = {2u * pair + 1, above, upper};
-      else block.cut = {2u * pair, above + upper, lower};
+      if (above + upper >= k)
+        block.cut = {2u * pair + 1, above, upper};
+      else
+        block.cut = {2u * pair, above + upper, lower};
     }
     __syncthreads();
   }
@@ -143,7 +145,8 @@ TOP_K_DEVICE void across_row(const Arguments& a, int row, const Window& window) 
   for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
     const Candidate candidate = plan.candidates[i];
     const float t = linear_bin(candidate.score, gate.low, scale);
-    if (t > highest) mark(bitmap, candidate.position - from);
+    if (t > highest)
+      mark(bitmap, candidate.position - from);
     else if (!(t < lowest))
       plan.listed[shared_fetch_add(shared_of(&block.published[1]), 1)] = order_of(candidate.score, candidate.position);
   }
@@ -172,8 +175,10 @@ TOP_K_DEVICE void across_row(const Arguments& a, int row, const Window& window) 
     for (uint32_t j = 0; j < cut.inside; ++j) place += plan.all_listed[j] > mine;
     if (place >= need) continue;
     const uint32_t position = position_of(mine);
-    if (position < from) shared_add(shared_of(&block.before), 1);
-    else if (position < past) mark(bitmap, position - from);
+    if (position < from)
+      shared_add(shared_of(&block.before), 1);
+    else if (position < past)
+      mark(bitmap, position - from);
   }
   __syncthreads();
 

@@ -95,7 +95,7 @@ TOP_K_DEVICE uint32_t fresh(const uint32_t* slot) {
 // whatever the row's address is; `shift` scores lie between the two.
 struct Window {
   const uint4* vectors;
-  uint32_t shift, start, end;  // scores
+  uint32_t shift, start, end;   // scores
   uint32_t cover_lo, cover_hi;  // vectors that hold a score of the window
   uint32_t full_lo, full_hi;    // vectors that hold nothing else
 
@@ -132,8 +132,10 @@ struct Window {
     for (int c = 0; c < kPack; ++c) {
       const uint32_t position = vector * kPack + c;
       if (position >= start && position < end) continue;
-      if constexpr (kDtype == kFloat32) words[c] = 0x7fffffffu;
-      else words[c >> 1] |= (c & 1) ? 0x7fff0000u : 0x7fffu;
+      if constexpr (kDtype == kFloat32)
+        words[c] = 0x7fffffffu;
+      else
+        words[c >> 1] |= (c & 1) ? 0x7fff0000u : 0x7fffu;
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
@@ -170,13 +172,13 @@ TOP_K_DEVICE Window window_of(const Arguments& a, int row) {
   return window;
 }
 
-struct Block {  // static shared memory
+struct Block {    // static shared memory
   Window window;  // registers are scarce while a row streams by
   uint32_t warp_a[32], warp_b[32], warp_c[32], warp_d[32];
   uint32_t fresh[32];
   alignas(16) uint32_t published[4];  // to the cluster: candidates, listed, above the bin
   uint32_t candidates, listed, total, before;
-  uint32_t flood;  // a key that many scores around the cut are equal to, or 0
+  uint32_t flood;        // a key that many scores around the cut are equal to, or 0
   float gate_low, high;  // of the sample
   uint64_t lowest[32], highest[32];
   Cut cut;
@@ -288,8 +290,10 @@ TOP_K_DEVICE uint32_t in_order(uint32_t mask, uint32_t* warps, Put put) {
     const uint32_t upto = warp_scan(own);
     before[i] = upto - own;
     total[i] = __shfl_sync(kFull, upto, 31);
-    if constexpr (kField == 8) of_warp = __dp4a(total[i], 0x01010101u, of_warp);
-    else of_warp += (total[i] & 0xffff) + (total[i] >> 16);
+    if constexpr (kField == 8)
+      of_warp = __dp4a(total[i], 0x01010101u, of_warp);
+    else
+      of_warp += (total[i] & 0xffff) + (total[i] >> 16);
   }
   if (lane == 0) warps[warp] = of_warp;
   __syncthreads();
@@ -351,15 +355,17 @@ TOP_K_DEVICE void write_all(const Arguments& a, int row, const Window& window, u
 #pragma unroll 1
     for (uint32_t slot = threadIdx.x * 4; slot < k; slot += kThreads * 4) {
       const uint4 four = at_four(slot);
-      *reinterpret_cast<int4*>(out + slot) = make_int4(index(four.x, slot), index(four.y, slot + 1),
-                                                       index(four.z, slot + 2), index(four.w, slot + 3));
+      *reinterpret_cast<int4*>(out + slot) =
+          make_int4(index(four.x, slot), index(four.y, slot + 1), index(four.z, slot + 2), index(four.w, slot + 3));
     }
     return;
   }
 #pragma unroll 1
   for (uint32_t slot = threadIdx.x; slot < k; slot += kThreads) {
-    if (slot < count) write_one(a, row, window, slot, at(slot));
-    else write_nothing(a, row, slot);
+    if (slot < count)
+      write_one(a, row, window, slot, at(slot));
+    else
+      write_nothing(a, row, slot);
   }
 }
 

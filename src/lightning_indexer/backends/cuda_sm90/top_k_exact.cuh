@@ -179,8 +179,10 @@ __device__ __noinline__ void exact_row(const Arguments& a, int row, uint32_t hin
       shared_add(shared_of(&block.published[0]), above);
       shared_add(shared_of(&block.published[1]), equal);
     }
-    if constexpr (kShared) cluster_sync();
-    else __syncthreads();
+    if constexpr (kShared)
+      cluster_sync();
+    else
+      __syncthreads();
     before = {0, 0}, all = {0, 0};
     if constexpr (kShared) {
       for (uint32_t other = 0; other < kCluster; ++other) {

@@ -12,8 +12,8 @@ TOP_K_DEVICE float overshoot(float n) {
 }
 
 struct Gate {
-  float low;   // candidates are the scores at or above it
-  float high;  // of the sample
+  float low;                            // candidates are the scores at or above it
+  float high;                           // of the sample
   enum { kGood, kRough, kNone } state;  // rough: too many of the sample in one bin; none: nothing finite
 };
 

@@ -74,8 +74,10 @@ __device__ __noinline__ void odd_short_row(const Arguments& a, int row, float lo
     }
     __syncthreads();
     above = block.published[0], equal = block.published[1];
-    if (above < k && above + equal >= k) threshold = tie_threshold(flood, k - above, equal);
-    else threshold = select_by_key<false>(k, reinterpret_cast<uint32_t*>(dynamic_shared), nullptr, HeldScores{x});
+    if (above < k && above + equal >= k)
+      threshold = tie_threshold(flood, k - above, equal);
+    else
+      threshold = select_by_key<false>(k, reinterpret_cast<uint32_t*>(dynamic_shared), nullptr, HeldScores{x});
   }
   uint32_t above = 0, equal = 0, ties = 0;
 #pragma unroll
