@@ -151,7 +151,8 @@ def _first(call: MqaLogitsCall, facts: object) -> torch.Tensor:
 
 def _converted(call: MqaLogitsCall, plan: _Plan) -> MqaLogitsCall:
     call = validate(call)
-    return call if plan.convert_to is None else _to_native_dialect(call, plan.convert_to)
+    checked: MqaLogitsCall = call if plan.convert_to is None else to_native_dialect(call, plan.convert_to)
+    return checked
 
 
 # Each call asks these; a global is found in less time than an attribute of a module.
@@ -189,8 +190,11 @@ def _plan(call: MqaLogitsCall) -> tuple[_Plan, bool]:
     return plan, prepared.settled
 
 
-def _to_native_dialect(call: MqaLogitsCall, arch: Arch) -> MqaLogitsCall:
-    """On gfx942, fn operands read as fnuz: byte 0x80 scrubbed, and a factor 2 each that goes into ``kv_scale``."""
+def to_native_dialect(call: Any, arch: Arch) -> Any:
+    """On gfx942, fn operands read as fnuz: byte 0x80 scrubbed, and a factor 2 each that goes into ``kv_scale``.
+
+    ``call`` is a record with ``q``, ``k`` and ``kv_scale``, of any operation.
+    """
     q, k, factor = call.q, call.k, 1.0
     if q.dtype is torch.float8_e4m3fn:
         q, factor = fp8.fn_to_fnuz(q), factor * fp8.FN_AS_FNUZ_FACTOR
