@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import MIB, Arch
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, row_stride
 from lightning_indexer.problems.mqa_topk import ALIGN_BYTES, MqaTopKCall, MqaTopKProblem
@@ -124,6 +125,15 @@ class RowWaves:
         scoring, selection = _scoring_of(problem, rows), selection_of(problem, rows)
         selects = self.selection(selection, arch)
         return Waves(rows, overlapped, self.scoring.config(scoring, arch), selects.config(selection, arch))
+
+
+class CompiledRowWaves(RowWaves):
+    """The same where the kernel that scores can be compiled for AMD, and looked at, without a device."""
+
+    def build(self, problem: Problem, arch: Arch) -> Built:
+        """The kernel that scores a wave."""
+        built: Built = self.scoring.build(_scoring_of(problem, self.config(problem, arch).rows), arch)
+        return built
 
 
 def _unit(problem: Problem) -> int:

@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_indexer.amd.built import CompileError
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.problems.mqa_logits import FORMS, OPERATION, MqaLogitsProblem
+from lightning_indexer.problems.mqa_topk import OPERATION as MQA_TOPK
+from lightning_indexer.problems.mqa_topk import MqaTopKProblem
 from lightning_indexer.problems.top_k import OPERATION as TOP_K
 from lightning_indexer.problems.top_k import TopKProblem
 from lightning_indexer.selection import registry as dispatch
@@ -27,6 +29,7 @@ USUAL: dict[str, Any] = {
     OPERATION: MqaLogitsProblem(rows=4096, keys=32768, heads=64, head_dim=128),
     TOP_K: TopKProblem(rows=4096, width=32768, k=2048),
 }
+USUAL[MQA_TOPK] = MqaTopKProblem(USUAL[OPERATION]._replace(clean_logits=False), USUAL[TOP_K])
 
 # A pipe or a log has no width: tables get theirs.
 out = Console(width=None if sys.stdout.isatty() else 140)

@@ -76,13 +76,12 @@ class MqaTopKProblem(NamedTuple):
         return needs_scores(self.selection)
 
     def adversarial(self, arch: Arch) -> MqaTopKProblem:
-        """A small problem of the same H, D, k and options, of several waves."""
+        """A small problem of the same H, D, k and options."""
         scoring = self.scoring.adversarial(arch)
         keys = max(scoring.keys, self.k + 411)
         scoring = scoring._replace(keys=keys, max_seqlen_k=keys - 97 if scoring.compressed else 0)
         selection = self.selection._replace(rows=scoring.rows, width=scoring.width)
-        room = 6 * 4 * row_stride(scoring.width, torch.float32) + 2**21
-        return self._replace(scoring=scoring, selection=selection, workspace_bytes=room)
+        return self._replace(scoring=scoring, selection=selection, workspace_bytes=WORKSPACE_BYTES)
 
     def example(self, device: torch.device) -> MqaTopKCall:
         """A call of this problem with operands that are the same at each time, into results that no kernel writes."""

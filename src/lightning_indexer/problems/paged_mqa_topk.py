@@ -65,14 +65,13 @@ class PagedMqaTopKProblem(NamedTuple):
         return mqa_topk.needs_scores(self.selection)
 
     def adversarial(self, arch: Arch) -> PagedMqaTopKProblem:
-        """A small problem of the same H, D, k, layout and options, of several waves."""
+        """A small problem of the same H, D, k, layout and options."""
         scoring = self.scoring.adversarial(arch)
         page = scoring.layout.page
         blocks = max(scoring.max_blocks, -(-(self.k + 300) // page))
         scoring = scoring._replace(max_blocks=blocks, width=blocks * page - page // 3)
         selection = self.selection._replace(rows=scoring.rows, width=scoring.width)
-        room = 4 * scoring.next_n * 4 * row_stride(scoring.width, torch.float32) + 2**21
-        return self._replace(scoring=scoring, selection=selection, workspace_bytes=room)
+        return self._replace(scoring=scoring, selection=selection, workspace_bytes=WORKSPACE_BYTES)
 
     def example(self, device: torch.device) -> PagedMqaTopKCall:
         """A call of this problem with operands that are the same at each time, into results that no kernel writes."""

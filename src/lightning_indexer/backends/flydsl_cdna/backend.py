@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from lightning_indexer.amd import flydsl
 from lightning_indexer.backends.flydsl_cdna.mqa_logits import MqaLogits
-from lightning_indexer.backends.row_waves import RowWaves
+from lightning_indexer.backends.row_waves import CompiledRowWaves
 from lightning_indexer.backends.selections import SELECTIONS
 
 
@@ -20,7 +20,7 @@ class FlyDsl:
     summary = "FlyDSL kernels for AMD CDNA3 and CDNA4; executed in simulation only"
     kernels: ClassVar = {
         "fp8_mqa_logits": MqaLogits(),
-        "fp8_mqa_topk": RowWaves(MqaLogits(), SELECTIONS, attrgetter("rows")),
+        "fp8_mqa_topk": CompiledRowWaves(MqaLogits(), SELECTIONS, attrgetter("rows")),
     }
 
     def missing(self) -> str | None:

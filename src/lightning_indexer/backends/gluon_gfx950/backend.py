@@ -12,7 +12,7 @@ from typing import ClassVar
 from lightning_indexer import packages
 from lightning_indexer.amd import triton_amd
 from lightning_indexer.backends.gluon_gfx950.mqa_logits import MqaLogits
-from lightning_indexer.backends.row_waves import RowWaves
+from lightning_indexer.backends.row_waves import CompiledRowWaves
 from lightning_indexer.backends.selections import SELECTIONS
 
 
@@ -21,7 +21,7 @@ class GluonGfx950:
     summary = "Gluon kernel for AMD gfx950: rows share key tiles that are copied to LDS ahead of their use"
     kernels: ClassVar = {
         "fp8_mqa_logits": MqaLogits(),
-        "fp8_mqa_topk": RowWaves(MqaLogits(), SELECTIONS, attrgetter("rows")),
+        "fp8_mqa_topk": CompiledRowWaves(MqaLogits(), SELECTIONS, attrgetter("rows")),
     }
 
     def missing(self) -> str | None:

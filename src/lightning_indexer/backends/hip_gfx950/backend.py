@@ -10,7 +10,7 @@ from operator import attrgetter
 from lightning_indexer.amd import clang
 from lightning_indexer.backends.hip_gfx950.config import Tunables
 from lightning_indexer.backends.hip_gfx950.mqa_logits import MqaLogits
-from lightning_indexer.backends.row_waves import RowWaves
+from lightning_indexer.backends.row_waves import CompiledRowWaves
 from lightning_indexer.backends.selections import SELECTIONS
 
 
@@ -22,7 +22,7 @@ class HipGfx950:
 
     def __init__(self, tunables: Tunables | None = None) -> None:
         scoring = MqaLogits(tunables)
-        waves = RowWaves(scoring, SELECTIONS, attrgetter("rows_of_block"))
+        waves = CompiledRowWaves(scoring, SELECTIONS, attrgetter("rows_of_block"))
         self.kernels = {"fp8_mqa_logits": scoring, "fp8_mqa_topk": waves}
 
     def missing(self) -> str | None:
