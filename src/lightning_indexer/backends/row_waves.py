@@ -4,8 +4,9 @@ A wave is scored into the workspace and selected from while its scores are still
 place. What each wave needs is planned once. Windows are data of the device: nothing is read back, and every wave has
 the width that all of them have.
 
-Scores lie in the plain form, columns outside the windows unspecified, and the selection is given the windows; or in the
-compressed form, where the caller bounds the windows, and the selection is given columns.
+Scores lie in the plain form, columns outside the windows unspecified, and the selection is given the windows; or, where
+the caller bounds the windows and the kernel that scores can, in the compressed form, and the selection is given
+columns.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ class Waves:
         rows: of a wave; the last one may have fewer.
         overlapped: two places for scores, a wave selected from on a second stream while the next one is scored.
         scoring, selection: the configs of a whole wave.
+        plain: windows are bounded, and scores lie in the plain form all the same.
     """
 
     rows: int
     overlapped: bool
     scoring: Any
     selection: Any
+    plain: bool = False
 
     def __str__(self) -> str:
         return f"waves of {self.rows} rows{', overlapped' if self.overlapped else ''}: {self.scoring}, {self.selection}"
@@ -75,6 +78,7 @@ class RowWaves:
         self.scoring, self.selections, self.row_block = scoring, selections, row_block
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
+        problem = self._formed(problem, arch)
         rows = self._rows(problem, wave_bytes(problem, arch))
         reason: str | None = self.scoring.supports(_scoring_of(problem, rows), arch)
         if reason is not None:
@@ -87,15 +91,18 @@ class RowWaves:
 
     def of_wave_bytes(self, problem: Problem, arch: Arch, size: int, *, overlapped: bool = False) -> Waves:
         """Waves of whole row blocks whose scores take ``size`` bytes, or fewer where the workspace has no room."""
+        given, problem = problem, self._formed(problem, arch)
         rows = self._rows(problem, size)
         block = _unit(problem) * self.row_block(self.scoring.config(_scoring_of(problem, rows), arch))
         while True:
             if rows >= block:
                 rows -= rows % block
-            waves = self._waves(problem, arch, rows, overlapped)
+            scoring, selection = _scoring_of(problem, rows), selection_of(problem, rows)
+            selects = self.selection(selection, arch).config(selection, arch)
+            waves = Waves(rows, overlapped, self.scoring.config(scoring, arch), selects, problem is not given)
             if rows <= _unit(problem):
                 return waves
-            if Launch(self, problem, arch, waves).workspace_bytes <= problem.workspace_bytes:
+            if Launch(self, given, arch, waves).workspace_bytes <= problem.workspace_bytes:
                 return waves
             rows = max(_unit(problem), rows * 7 // 8 // _unit(problem) * _unit(problem))
 
@@ -121,10 +128,11 @@ class RowWaves:
         rows = size // (4 * row_stride(problem.width, torch.float32)) if problem.width else problem.rows
         return max(unit, min(problem.rows, rows) // unit * unit)
 
-    def _waves(self, problem: Problem, arch: Arch, rows: int, overlapped: bool) -> Waves:
-        scoring, selection = _scoring_of(problem, rows), selection_of(problem, rows)
-        selects = self.selection(selection, arch)
-        return Waves(rows, overlapped, self.scoring.config(scoring, arch), selects.config(selection, arch))
+    def _formed(self, problem: Problem, arch: Arch) -> Problem:
+        """The problem in the form in which its scores lie."""
+        if not _is_compressed(problem) or self.scoring.supports(_scoring_of(problem, 1), arch) is None:
+            return problem
+        return plain(problem)
 
 
 class CompiledRowWaves(RowWaves):
@@ -160,6 +168,13 @@ def _is_compressed(problem: Problem) -> bool:
     return isinstance(problem, MqaTopKProblem) and problem.scoring.compressed
 
 
+def plain(problem: Problem) -> Problem:
+    """The same without a bound of the windows."""
+    assert isinstance(problem, MqaTopKProblem)
+    scoring = problem.scoring._replace(max_seqlen_k=0)
+    return problem._replace(scoring=scoring, selection=problem.selection._replace(width=scoring.width))
+
+
 class _Part(NamedTuple):
     """The two runs of a wave of some number of rows."""
 
@@ -175,6 +190,10 @@ class Launch:
     """
 
     def __init__(self, kernel: RowWaves, problem: Problem, arch: Arch, config: Waves) -> None:
+        self.scored = problem.needs_scores and problem.width > 0
+        self.bound = 0
+        if config.plain:
+            self.bound, problem = problem.width, plain(problem)
         unit = _unit(problem)
         self.problem, self.overlapped = problem, config.overlapped and problem.rows > config.rows > unit
         rows = config.rows // 2 // unit * unit if self.overlapped else config.rows
@@ -206,10 +225,13 @@ class Launch:
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=call.q.device)
         places = self._places(workspace)
         selects_in = workspace[: self.select_bytes] if self.select_bytes else None
-        if not self.problem.needs_scores or not self.problem.width:
-            places[0].zero_()  # every position is selected; equal scores are as good as any
-        cut: Callable[..., Iterator[Any]] = _cut_pages if isinstance(self.problem, PagedMqaTopKProblem) else _cut
-        steps = cut(self.problem, call, self.rows, places, selects_in)
+        if not self.scored:
+            for place in places:
+                place.zero_()  # every position is selected; equal scores are as good as any
+        if isinstance(self.problem, PagedMqaTopKProblem):
+            steps: Iterator[Any] = _cut_pages(self.problem, call, self.rows, places, selects_in)
+        else:
+            steps = _cut(self.problem, self.bound, call, self.rows, places, selects_in)
         if self.overlapped:
             self._overlap(steps, call.q.device)
             return
@@ -219,7 +241,7 @@ class Launch:
             part.select(selection)
 
     def _score(self, part: _Part, scoring: Any, selection: TopKCall) -> None:
-        if self.problem.needs_scores and self.problem.width:
+        if self.scored:
             part.score(scoring)
             if self.problem.force_first or self.problem.force_last:
                 _keep(self.problem, selection)
@@ -253,12 +275,19 @@ class Launch:
 
 
 def _cut(
-    problem: MqaTopKProblem, call: MqaTopKCall, rows: int, places: list[torch.Tensor], workspace: torch.Tensor | None
+    problem: MqaTopKProblem,
+    bound: int,
+    call: MqaTopKCall,
+    rows: int,
+    places: list[torch.Tensor],
+    workspace: torch.Tensor | None,
 ) -> Iterator[tuple[MqaLogitsCall, TopKCall]]:
-    """The calls of each wave."""
+    """The calls of each wave; ``bound`` is that of windows whose scores lie in the plain form, or 0."""
     starts, ends, offsets = call.ks, call.ke, call.offsets
     if problem.scoring.compressed:
         starts, ends, offsets = _columns(problem, call)
+    elif bound:
+        ends = torch.minimum(ends, starts.clamp(-bound, problem.keys - bound).add_(bound))
     q, weights, ks, ke = (_split(tensor, rows) for tensor in (call.q, call.weights, call.ks, call.ke))
     first, last, indices = _split(starts, rows), _split(ends, rows), _split(call.indices, rows)
     moved, tables, values = (_split_optional(tensor, rows) for tensor in (offsets, call.page_table, call.values))
