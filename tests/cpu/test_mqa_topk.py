@@ -47,8 +47,8 @@ def problem(rows=4096, keys=32768, heads=64, k=2048, workspace=64 * MIB, width=0
 ])  # fmt: skip
 def test_waves_fit_their_workspace(backend, arch):
     kernel, arch = registry.kernel(backend, "fp8_mqa_topk"), Arch.parse(arch)
-    for rows, keys in ((4096, 32768), (1024, 131072), (16384, 1 << 20), (8192, 8192), (5, 1000)):
-        for workspace in (5 * MIB, 16 * MIB, 64 * MIB):
+    for rows, keys in ((4096, 32768), (1000, 1 << 20), (5, 1000)):
+        for workspace in (5 * MIB, 64 * MIB):
             given = problem(rows, keys, 32, workspace=workspace)
             assert kernel.supports(given, arch) is None
             for config in kernel.neighbours(given, arch):
@@ -270,3 +270,14 @@ def test_examples_are_exact_on_every_backend(options):
         assert int((call.indices < -1).sum()) == 0
         other.indices[0, 0] += 1
         assert "1 of" in small.compare(call, other)
+
+
+@pytest.mark.parametrize("case", [case for case in mqa_topk.cases(False) if case.bound][::2], ids=str)
+def test_bounded_windows_of_a_kernel_without_the_compressed_form(case, monkeypatch):
+    kernel, supports = registry.kernel("torch-blocked", "fp8_mqa_topk"), type(registry.kernel("torch-blocked")).supports
+    refuse = lambda self, problem, arch: "no" if problem.compressed else supports(self, problem, arch)  # noqa: E731
+    monkeypatch.setattr(type(kernel.scoring), "supports", refuse)
+    common.forget_plans()
+    assert kernel.config(case.problem, Arch.parse("cpu")).plain
+    assert mqa_topk.run_case(case, "torch-blocked", CPU, repeats=1) == []
+    common.forget_plans()
