@@ -90,20 +90,23 @@ class RowWaves:
         return self.of_wave_bytes(problem, arch, wave_bytes(problem, arch))
 
     def of_wave_bytes(self, problem: Problem, arch: Arch, size: int, *, overlapped: bool = False) -> Waves:
-        """Waves of whole row blocks whose scores take ``size`` bytes, or fewer where the workspace has no room."""
+        """Waves whose scores take about ``size`` bytes: whole row blocks, or one, where the workspace has room."""
         given, problem = problem, self._formed(problem, arch)
         rows = self._rows(problem, size)
         block = _unit(problem) * self.row_block(self.scoring.config(_scoring_of(problem, rows), arch))
+        rows = max(rows, min(block, problem.rows // _unit(problem) * _unit(problem)))
         while True:
             if rows >= block:
-                rows -= rows % block
+                # As many waves, of one size: the last one is not left with a few rows.
+                waves = max(1, -(-problem.rows // rows))
+                rows = max(block, min(rows - rows % block, -(-problem.rows // (waves * block)) * block))
             scoring, selection = _scoring_of(problem, rows), selection_of(problem, rows)
             selects = self.selection(selection, arch).config(selection, arch)
-            waves = Waves(rows, overlapped, self.scoring.config(scoring, arch), selects, problem is not given)
+            chosen = Waves(rows, overlapped, self.scoring.config(scoring, arch), selects, problem is not given)
             if rows <= _unit(problem):
-                return waves
-            if Launch(self, given, arch, waves).workspace_bytes <= problem.workspace_bytes:
-                return waves
+                return chosen
+            if Launch(self, given, arch, chosen).workspace_bytes <= problem.workspace_bytes:
+                return chosen
             rows = max(_unit(problem), rows * 7 // 8 // _unit(problem) * _unit(problem))
 
     def neighbours(self, problem: Problem, arch: Arch) -> list[Waves]:
@@ -337,6 +340,8 @@ def _cut_pages(
 
 
 def _split(tensor: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
+    if tensor.shape[0] <= rows:  # one wave, as in decode: no view has to be made
+        return (tensor,)
     return tensor.split(rows)  # type: ignore[no-untyped-call,no-any-return]
 
 
