@@ -13,17 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import MIB, Arch
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, row_stride
 from lightning_indexer.problems.mqa_topk import ALIGN_BYTES, MqaTopKCall, MqaTopKProblem
 from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsCall
 from lightning_indexer.problems.paged_mqa_topk import PagedMqaTopKCall, PagedMqaTopKProblem, row_ends
 from lightning_indexer.problems.top_k import TopKCall, TopKProblem
+
+if TYPE_CHECKING:
+    from lightning_indexer.amd.built import Built
 
 Problem = MqaTopKProblem | PagedMqaTopKProblem
 # Of the last cache: a wave's scores, beside the keys that it reads and what writes back.
