@@ -131,7 +131,7 @@ def cases(full: bool) -> list[Case]:
     if full:
         found += [Case(m, n, h, k=2048, operands="normal", values=True, waves=0) for m, n in _LARGE for h in (32, 64)]
         found += [Case(4096, 32768, 64, k=2048, operands=kind, waves=0) for kind in ("ascending", "equal", "zeros")]
-        found += [Case(4096, 32768, 32, k=512, operands="normal", window="multi_req", bound=8192, waves=0)]
+        found += [Case(4096, 32768, 32, k=512, operands="normal", values=True, window="multi_req", bound=8192, waves=0)]
     return found
 
 
