@@ -100,6 +100,8 @@ class KernelConfig:
             "CLEAN": int(self.form == "clean"),
             "COMPRESSED": int(self.form == "compressed"),
             "OUT_BF16": int(self.out == "bf16"),
+            "APPEND": 0,
+            "ROWS_LISTED": 0,
             "PAIRS": self.pairs,
             "TILE_KEYS": self.tile_keys,
             "WORKERS": self.workers,

@@ -4,6 +4,8 @@
 // heads of its own rows (half of them where two lanes share a row).
 #pragma once
 
+#include "geometry.cuh"
+
 namespace {
 
 // What a lane knows of its place in a tile.
@@ -73,5 +75,7 @@ struct HeadSum : Geometry {
     }
   }
 };
+
+using Sum = HeadSum<G>;
 
 }  // namespace

@@ -33,6 +33,24 @@ __device__ __forceinline__ int window_end(const Arguments& a, int ks, int ke) {
   return static_cast<int>(min(static_cast<long long>(end), static_cast<long long>(ks) + a.width));
 }
 
+// Where the weights and the window of a row lie.
+__device__ __forceinline__ int place_of_row(const Arguments& a, int row) {
+#if ROWS_LISTED
+  return __ldg(a.listed + row);
+#else
+  return row;
+#endif
+}
+
+// Whether the window [lo, hi) of a row asks for scores.
+__device__ __forceinline__ bool has_product(const Arguments& a, int lo, int hi) {
+#if APPEND
+  return hi > lo && hi - lo > a.unscored;
+#else
+  return hi > lo;
+#endif
+}
+
 __device__ __forceinline__ int number_of_blocks(const Arguments& a) { return (a.rows + G::kRows - 1) / G::kRows; }
 
 // The windows of kWindows rows from `first` on, as one: [lo, hi), empty where all of them are.
@@ -44,13 +62,14 @@ __device__ __forceinline__ void windows_of_rows(const Arguments& a, int first, i
 #pragma unroll
   for (int r = 0; r < kWindows; ++r) {
     const bool real = first + r < a.rows;
-    ks[r] = real ? __ldg(a.ks + first + r) : 0;
-    ke[r] = real ? __ldg(a.ke + first + r) : 0;
+    const int row = real ? place_of_row(a, first + r) : 0;
+    ks[r] = real ? __ldg(a.ks + row) : 0;
+    ke[r] = real ? __ldg(a.ke + row) : 0;
   }
 #pragma unroll
   for (int r = 0; r < kWindows; ++r) {
     const int row_lo = max(ks[r], 0), row_hi = window_end(a, ks[r], ke[r]);
-    if (row_hi > row_lo) lo = min(lo, row_lo), hi = max(hi, row_hi);
+    if (has_product(a, row_lo, row_hi)) lo = min(lo, row_lo), hi = max(hi, row_hi);
   }
 }
 
@@ -103,7 +122,7 @@ struct Piece {  // `cost` units of work from `skip` units into row block `block`
   Span span;  // of that block, or empty: not known
 };
 
-// Cuts the work of all row blocks into pieces of equal cost, one a worker. One warp calls it.
+// Cuts the work of all row blocks into pieces of equal cost, kPiecesPerCta a CTA. One warp calls it.
 __device__ __forceinline__ Piece find_piece(const Arguments& a, const Shared& s, int worker) {
   const Entries entries(number_of_blocks(a));
   const int lane = threadIdx.x % 32, first = lane * entries.each;
@@ -119,8 +138,8 @@ __device__ __forceinline__ Piece find_piece(const Arguments& a, const Shared& s,
     const int other = __shfl_up_sync(~0u, inclusive, step);
     if (lane >= step) inclusive += other;
   }
-  const int total = __shfl_sync(~0u, inclusive, 31), pieces = gridDim.x * G::kWorkers;
-  const int piece = blockIdx.x * G::kWorkers + worker, share = total / pieces, rest = total - share * pieces;
+  const int total = __shfl_sync(~0u, inclusive, 31), pieces = gridDim.x * kPiecesPerCta;
+  const int piece = blockIdx.x * kPiecesPerCta + (kPiecesPerCta > 1 ? worker : 0), share = total / pieces, rest = total - share * pieces;
   const int begin = share * piece + min(piece, rest), before = inclusive - mine;
   const bool here = before <= begin && begin < inclusive;
   int block = 0, skip = begin - before;

@@ -1,6 +1,7 @@
-// The shared-memory plan and the arguments of mqa_logits.cuh.
+// The shared-memory plan and the arguments of the kernels on product.cuh.
 //
-// Compile-time, from config.py: geometry.cuh's, and CLEAN, COMPRESSED, OUT_BF16, KERNEL_NAME.
+// Compile-time, from config.py: geometry.cuh's, and CLEAN, COMPRESSED, OUT_BF16, APPEND, ROWS_LISTED,
+// KERNEL_NAME.
 #pragma once
 
 #include "geometry.cuh"
@@ -10,6 +11,12 @@ namespace {
 
 constexpr bool kClean = CLEAN;
 constexpr bool kCompressed = COMPRESSED;
+constexpr bool kAppend = APPEND;  // scores that pass a gate are appended to lists; none is stored (append.cuh)
+
+// Where lists are kept a piece of the work belongs to a CTA, whose workers take its tiles in turn: half as many pieces,
+// so half as many lists.
+constexpr int kPiecesPerCta = kAppend ? 1 : G::kWorkers;
+constexpr int kTileStep = kAppend ? G::kWorkers : 1;  // tiles from one of a worker's to its next
 
 constexpr int kScratch = 2048;
 constexpr int kKnownBlocks = 1024;
@@ -23,7 +30,34 @@ using Out = float;
 constexpr uint32_t kNegInfPair = 0xFF800000u;
 #endif
 
-struct RowBlock {  // what a math warpgroup needs to know of one row block
+#if APPEND
+constexpr int kLists = 4 * G::kWorkers;  // of a row and a piece: one for each math warp
+
+struct alignas(16) Gate {
+  float at_least;  // what passes in tiles that start at or before last_key
+  float above;     // what passes behind: the next larger number
+  int last_key;
+  int unused;
+};
+
+struct Candidate {
+  float score;
+  int key;
+};
+
+// Places of the lists of one row block and piece.
+struct alignas(16) Lists {
+  Gate gate[G::kRows];
+  int* counts;  // of the block's first row and the first warp; null: there was no room for this piece
+  int first;    // likewise, in Arguments.candidates
+  int step;     // 1: upwards from the start of a list's room; -1: downwards from its end
+  int alone;    // the piece is all of the block
+};
+#else
+struct Lists {};
+#endif
+
+struct RowBlock : Lists {  // what a math warpgroup needs to know of one row block
   int first_row;
   int first_key;
   int tiles;     // 0 ends the worker's piece
@@ -45,6 +79,9 @@ struct alignas(1024) Worker {
 struct Shared {
   Worker worker[G::kWorkers];
   int first_key[kKnownBlocks];  // of row blocks, up to so many
+#if APPEND
+  int middle;  // place of the piece in the middle of a row block
+#endif
   union {
     alignas(16) int cost[kScratch];          // of row blocks, while the pieces are found
     alignas(16) uint32_t neg_inf[kScratch];  // 8 KiB, the source of the bulk stores
@@ -62,6 +99,19 @@ struct Arguments {
   long long q_stride, w_stride, out_stride;
   int rows, keys, width;
   int enter_cost;  // of a row block, in tiles: its q, weights and windows must arrive
+#if ROWS_LISTED
+  const int* listed;  // [rows]: where weights, ks and ke of a row lie; q and the result count from 0
+#endif
+#if APPEND
+  const Gate* gates;      // [rows]
+  Candidate* candidates;  // [places, kRows, kLists, room]
+  int* counts;            // [places, 2, kRows, kLists]: of what grows upwards, and of what grows downwards
+  int2* middles;          // [CTAs]: the row block that this CTA's piece lies within, or -1, and its place or -1
+  int* taken;             // places behind those of the row blocks, zero at the start
+  int unscored;           // windows that are not longer have no product
+  int room;               // candidates of a list
+  int places;             // one a row block, and some for pieces that neither begin nor end one
+#endif
 };
 
 // bar.sync and bar.arrive, by what they wait for.
@@ -70,6 +120,7 @@ enum NamedBarrier : int {
   kPiecesFound = 1,   // producer and fill warps: the costs have been read, -inf may take their place
   kFillReady = 2,     // fill warps: the source of the bulk stores is there
   kCostsCleared = 3,  // math warps: before costs of several blocks are added up
+  kPlaceTaken = 4,    // producer warps: the place of the piece in the middle is known
 };
 
 }  // namespace

@@ -1,31 +1,15 @@
 // What all forms of top_k.cuh share: scores and keys, a row's window, block scans, histograms, and the output.
 #pragma once
 
+#include "order.cuh"
 #include "top_k_plan.cuh"
-
-#define TOP_K_DEVICE __device__ __forceinline__
 
 namespace {
 
-constexpr uint32_t kFull = 0xffffffffu;
-constexpr uint32_t kKeyNegInf = 0x007fffffu;
-constexpr uint32_t kKeyPosInf = 0xff800000u;
 constexpr float kMagic = 8388608.0f;  // 2^23: a sum in [2^23, 2^24) holds an integer in its low bits
 constexpr uint32_t kMagicBits = 0x4b000000u;
 
-TOP_K_DEVICE float pos_inf() { return __uint_as_float(0x7f800000u); }
-TOP_K_DEVICE float neg_inf() { return __uint_as_float(0xff800000u); }
-
 // ---- scores ----
-
-// 1 and more in the order of scores, -0 as +0; every NaN is 0.
-TOP_K_DEVICE uint32_t key_of(float score) {
-  const uint32_t bits = __float_as_uint(score + 0.0f);
-  const uint32_t key = bits ^ (static_cast<uint32_t>(static_cast<int>(bits) >> 31) | 0x80000000u);
-  return score != score ? 0u : key;
-}
-
-TOP_K_DEVICE float score_of(uint32_t key) { return __uint_as_float((key & 0x80000000u) ? (key ^ 0x80000000u) : ~key); }
 
 // The total order as one number: larger comes first.
 TOP_K_DEVICE uint64_t order_of(float score, uint32_t position) {
@@ -58,24 +42,6 @@ TOP_K_DEVICE uint4 no_numbers() {
 }
 
 // ---- shared memory ----
-
-TOP_K_DEVICE uint32_t shared_of(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-TOP_K_DEVICE void shared_add(uint32_t address, uint32_t value) {
-  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-TOP_K_DEVICE void shared_or(uint32_t address, uint32_t value) {
-  asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-TOP_K_DEVICE uint32_t shared_fetch_add(uint32_t address, uint32_t value) {
-  uint32_t before;
-  asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(value) : "memory");
-  return before;
-}
 
 TOP_K_DEVICE void clear(uint32_t* words, int count) {  // a multiple of four
   for (int i = threadIdx.x; i < count / 4; i += kThreads) reinterpret_cast<uint4*>(words)[i] = make_uint4(0, 0, 0, 0);
@@ -188,21 +154,6 @@ __shared__ Block block;
 extern __shared__ __align__(16) unsigned char dynamic_shared[];
 
 // ---- scans and histograms ----
-
-TOP_K_DEVICE uint32_t warp_scan(uint32_t value) {  // inclusive
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1)
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        ".reg .b32 t;\n"
-        "shfl.sync.up.b32 t|p, %0, %1, 0, 0xffffffff;\n"
-        "@p add.u32 %0, %0, t;\n"
-        "}"
-        : "+r"(value)
-        : "r"(step));
-  return value;
-}
 
 // Inclusive, over the block; `warps` is free again after the caller's next barrier.
 TOP_K_DEVICE uint32_t block_scan(uint32_t value, uint32_t* warps) {

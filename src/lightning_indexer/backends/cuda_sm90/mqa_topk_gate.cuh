@@ -1,0 +1,114 @@
+// The gate of every row: the RANK-th of its sampled scores, or a score a little further down; a CTA a row.
+//
+// The keys of the scores lie in registers; bisection counts those at or above the middle. Where one score fills the
+// gap, the gate is that score up to the RANK-th of the samples in the order of positions.
+//
+// Compile-time, from mqa_topk.py: RANK, WARPS, VALUES_PER_LANE, KERNEL_NAME.
+#include "order.cuh"
+#include "sample.cuh"
+
+namespace {
+
+constexpr int kWarps = WARPS;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kOwn = VALUES_PER_LANE;
+constexpr uint32_t kRank = RANK;
+constexpr uint32_t kEnough = kRank + kRank / 16;  // a gate that lets a few more pass will do
+
+struct Arguments {
+  const float* scores;  // [rows, samples]
+  const int* sampled_ks;
+  const int* sampled_ke;
+  float4* gates;  // append.cuh's Gate
+  long long stride;
+  int keys, sample_stride;
+};
+
+__shared__ uint32_t partial[2][32];
+__shared__ int ties[kOwn][kWarps];
+__shared__ int last_tie;
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(const __grid_constant__ Arguments a) {
+  const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first = __ldg(a.sampled_ks + row), past = __ldg(a.sampled_ke + row);
+  const float* scores = a.scores + row * a.stride;
+  uint32_t keys[kOwn], low = kFull, high = 0, numbers = 0;
+#pragma unroll
+  for (int j = 0; j < kOwn; ++j) {
+    const int i = first + j * kThreads + threadIdx.x;
+    keys[j] = i < past ? key_of(__ldcs(scores + i)) : 0;
+  }
+#pragma unroll
+  for (int j = 0; j < kOwn; ++j) {
+    numbers += keys[j] > 0;
+    high = max(high, keys[j]);
+    if (keys[j] > 0) low = min(low, keys[j]);
+  }
+  // All of the CTA's, by turns in the one half of `partial` and the other.
+  int turn = 0;
+  const auto combined = [&](uint32_t value, auto reduce, uint32_t neutral) {
+    value = reduce(value);
+    if (kWarps == 1) return value;
+    if (lane == 0) partial[turn][warp] = value;
+    __syncthreads();
+    value = reduce(lane < kWarps ? partial[turn][lane] : neutral);
+    turn ^= 1;
+    return value;
+  };
+  const auto sum = [](uint32_t value) { return __reduce_add_sync(kFull, value); };
+  const auto count = [&](uint32_t least) {
+    uint32_t own = 0;
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) own += keys[j] >= least;
+    return combined(own, sum, 0);
+  };
+  numbers = combined(numbers, sum, 0);
+  low = combined(low, [](uint32_t value) { return __reduce_min_sync(kFull, value); }, kFull);
+  high = combined(high, [](uint32_t value) { return __reduce_max_sync(kFull, value); }, 0);
+  if (numbers < kRank) {  // every number passes
+    if (threadIdx.x == 0) a.gates[row] = make_float4(neg_inf(), neg_inf(), __int_as_float(0x7FFFFFFF), 0.0f);
+    return;
+  }
+  // count(low) >= kRank, and less than that above high.
+  uint32_t passing = numbers;
+  while (low < high && passing > kEnough) {
+    const uint32_t middle = high - (high - low) / 2, some = count(middle);
+    if (some >= kRank)
+      low = middle, passing = some;
+    else
+      high = middle - 1;
+  }
+  int last_key = 0x7FFFFFFF;
+  if (passing > kEnough) {  // many equal to `low`: the one that makes kRank with those above
+    int wanted = kRank - count(low + 1);
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      const int equal = __popc(__ballot_sync(kFull, keys[j] == low));
+      if (lane == 0) ties[j][warp] = equal;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int at = 0;
+      const int* of = &ties[0][0];
+      while (wanted > of[at]) wanted -= of[at++];
+      last_tie = at, partial[turn][0] = wanted;
+    }
+    __syncthreads();
+    const int at = last_tie, rest = partial[turn][0];
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      if (j != at / kWarps || warp != at % kWarps) continue;
+      const unsigned equal = __ballot_sync(kFull, keys[j] == low);
+      if (keys[j] == low && __popc(equal & ((1u << lane) - 1)) == rest - 1) {
+        last_tie = Sample{a.keys, a.sample_stride}.position(first + j * kThreads + threadIdx.x);
+      }
+    }
+    __syncthreads();
+    last_key = last_tie;
+  }
+  if (threadIdx.x == 0)
+    a.gates[row] = make_float4(score_of(low), score_of(low + 1), __int_as_float(last_key), 0.0f);
+}

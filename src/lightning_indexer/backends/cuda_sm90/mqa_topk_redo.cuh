@@ -1,0 +1,153 @@
+// The rows that mqa_topk_select.cuh could not take, whatever they hold: scores of a wave of them into the workspace, then
+// a selection that reads them, then the next wave. One cooperative launch, whose CTAs meet between the two; where no row
+// is listed it ends at once.
+//
+// Compile-time, from mqa_topk.py: shared.cuh's with ROWS_LISTED, selection.cuh's, and BITMAP_WORDS.
+#include "store.cuh"
+#include "product.cuh"
+#include "selection.cuh"
+
+namespace {
+
+constexpr int kMeets = 5;        // named barriers: all warps of the CTA, before and after those of the others
+constexpr int kMathWarps = 6;    // the math warps
+using Math = Team<G::kMathThreads, kMathWarps>;
+
+struct Redo {
+  const int* count;       // of listed rows
+  unsigned* arrivals;     // of CTAs at a meeting, zero at the start
+  const unsigned char* q;
+  unsigned char* gathered_q;  // [wave, H, D]
+  long long q_row_stride, q_head_stride;
+  int wave;  // rows
+  int bitmap_words;
+  Output out;
+};
+
+// All warps of all CTAs; what was written before, also through TMA, is seen behind.
+struct Meeting {
+  unsigned* arrivals;
+  unsigned target = 0;
+
+  __device__ __forceinline__ void operator()() {
+    target += gridDim.x;
+    asm volatile("fence.proxy.async;" ::: "memory");
+    __threadfence();
+    ptx::bar_sync<kMeets, G::kThreads>();
+    if (threadIdx.x == 0) {
+      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
+      unsigned here;
+      do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(here) : "l"(arrivals) : "memory");
+      } while (here < target);
+    }
+    ptx::bar_sync<kMeets, G::kThreads>();
+    __threadfence();
+    asm volatile("fence.proxy.async;" ::: "memory");
+  }
+};
+
+// The q of the wave's rows, one behind the other. The math warps of all CTAs call it.
+__device__ void gather_q(const Redo& r, const int* listed, int rows) {
+  constexpr int kVectors = G::kHeadDim / 16, kRowVectors = G::kHeads * kVectors;
+  const int warp = (blockIdx.x * G::kMathThreads + threadIdx.x) / 32, warps = gridDim.x * G::kMathThreads / 32;
+  for (int row = warp; row < rows; row += warps) {
+    const unsigned char* from = r.q + __ldg(listed + row) * r.q_row_stride;
+    uint4* to = reinterpret_cast<uint4*>(r.gathered_q) + static_cast<long long>(row) * kRowVectors;
+    for (int i = threadIdx.x % 32; i < kRowVectors; i += 32) {
+      to[i] = __ldg(reinterpret_cast<const uint4*>(from + i / kVectors * r.q_head_stride) + i % kVectors);
+    }
+  }
+}
+
+struct Scores {  // of a row's window, past the L1, which other CTAs do not write to
+  const float* scores;
+  int start, end;
+
+  template <class Visit>
+  __device__ __forceinline__ void operator()(Visit visit) const {
+    constexpr int kAtOnce = 8;
+    for (int first = start + threadIdx.x; first < end; first += Math::kThreads * kAtOnce) {
+      float some[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int i = first + u * Math::kThreads;
+        some[u] = i < end ? __ldcg(scores + i) : __int_as_float(0x7FFFFFFF);
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const uint32_t key = key_of(some[u]);
+        if (key > 0) visit(key, first + u * Math::kThreads);
+      }
+    }
+  }
+};
+
+struct SelectionShared {
+  SelectionRoom room;
+  int staged[4096];
+  alignas(16) uint32_t bitmap[4];  // bitmap_words
+};
+
+__device__ void select_row(const Arguments& a, const Redo& r, SelectionShared& s, int row, int place) {
+  const int end = min(max(__ldg(a.ke + place), 0), a.keys), start = min(max(__ldg(a.ks + place), 0), end);
+  for (int i = threadIdx.x; i < kSelectionBins; i += Math::kThreads) s.room.bins[i] = 0;
+  for (int i = threadIdx.x; i < r.bitmap_words; i += Math::kThreads) s.bitmap[i] = 0;
+  const float* scores = a.out + row * a.out_stride;
+  Selection<Math> selection{s.room, s.bitmap};
+  Math::sync();
+  selection.choose(Scores{scores, start, end}, kKeyNegInf, kKeyPosInf, r.out.k, start);
+  const uint32_t words = min(r.bitmap_words, (end - start + 127) / 128 * 4);
+  const uint32_t count =
+      selection.in_order(words, start, [&](uint32_t slot, uint32_t position) { s.staged[slot] = position; });
+  Math::sync();
+  write_row<Math>(r.out, place, start, count, [&](uint32_t slot) { return s.staged[slot]; });
+  if constexpr (kValues) {
+    for (uint32_t slot = threadIdx.x; slot < count; slot += Math::kThreads)
+      values_of(r.out, place)[slot] = __ldcg(scores + s.staged[slot]) + 0.0f;
+  }
+  Math::sync();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(G::kThreads, 1)
+    KERNEL_NAME(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
+                const __grid_constant__ Arguments all, const __grid_constant__ Redo r) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Shared& s = *reinterpret_cast<Shared*>(raw);
+  const int count = __ldg(r.count);
+  if (count == 0) return;
+  const int other = static_cast<int>(threadIdx.x / 32) - G::kMathThreads / 32;
+  Meeting meet{r.arrivals};
+  Arguments a = all;
+  if (other < 0) {
+    ptx::setmaxnreg_inc<G::kMathRegisters>();
+    for (int first = 0; first < count; first += r.wave) {
+      a.listed = all.listed + first, a.rows = min(r.wave, count - first);
+      gather_q(r, a.listed, a.rows);
+      price_blocks(a, s);
+      meet();
+      multiply(a, s.worker[uniform(threadIdx.x / 128)]);
+      meet();
+      for (int row = blockIdx.x; row < a.rows; row += gridDim.x)
+        select_row(a, r, *reinterpret_cast<SelectionShared*>(raw), row, __ldg(a.listed + row));
+      meet();
+    }
+    return;
+  }
+  ptx::setmaxnreg_dec<G::kOtherRegisters>();
+  for (int first = 0; first < count; first += r.wave) {
+    a.listed = all.listed + first, a.rows = min(r.wave, count - first);
+    if (other == G::kWorkers && threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (Worker& worker : s.worker) init_barriers(worker);
+      ptx::barrier_init_fence();
+    }
+    __syncwarp();
+    meet();
+    if (other < G::kWorkers) produce(a, s, find_piece(a, s, other), &q_map, &k_map, other);
+    meet();
+    meet();
+  }
+}

@@ -1,0 +1,215 @@
+// The k first of a row's numbers, score descending, then position ascending, as a bitmap of positions; and its output.
+//
+// A radix selection over the order itself: 1024 bins of the keys between two bounds, the bin of the cut becomes the
+// next bounds, until few scores are left in it, which are ranked one against the other. Where one score floods the cut,
+// the same over positions. Where the scores are is up to Each: each(visit) calls visit(key, position) for every number
+// of the row that may be chosen, by the kThreads threads of a Team.
+//
+// Compile-time, from mqa_topk.py: INDEX_BASE, VALUES.
+#pragma once
+
+#include "order.cuh"
+
+namespace {
+
+enum IndexBase { kFromStart, kAbsolute, kPlusOffset, kThroughPages };
+constexpr IndexBase kIndexBase = static_cast<IndexBase>(INDEX_BASE);
+constexpr bool kValues = VALUES;
+
+constexpr int kSelectionBins = 1024;
+constexpr int kBinBits = 10;
+constexpr int kRanked = 256;  // scores that are ranked one against the other
+
+// Where a row's result goes.
+struct Output {
+  const int* offsets;
+  const int* page_table;
+  int* indices;
+  float* values;
+  long long indices_stride, values_stride, page_stride;
+  int k, page_size;
+};
+
+// The first kThreads threads of a CTA, and a barrier of theirs.
+template <int kThreads_, int kBarrier>
+struct Team {
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kWarps = kThreads / 32;
+  TOP_K_DEVICE static void sync() { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory"); }
+};
+
+struct SelectionRoom {
+  uint64_t ranked[kRanked];
+  uint32_t bins[kSelectionBins];
+  uint32_t warps[32];
+  uint32_t listed;
+  uint32_t bin, above, inside;  // of the cut
+};
+
+// What is chosen: keys above `high`, and of those in [low, high] the positions up to `last`.
+struct Chosen {
+  uint32_t low, high, last;
+};
+
+template <class Team>
+struct Selection {
+  static constexpr int kOwnBins = kSelectionBins / Team::kThreads;
+  static_assert(kOwnBins == 4, "one vector of bins a thread");
+
+  SelectionRoom& room;
+  uint32_t* bitmap;
+
+  // Inclusive, over the team.
+  TOP_K_DEVICE uint32_t scan(uint32_t value) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    value = warp_scan(value);
+    if (lane == 31) room.warps[warp] = value;
+    Team::sync();
+    return value + __reduce_add_sync(kFull, lane < warp ? room.warps[lane] : 0);
+  }
+
+  // From the highest bin down, the one in which the count reaches `need`: false if none does. Clears the bins.
+  TOP_K_DEVICE bool find_cut(uint32_t need) {
+    Team::sync();
+    uint4* own = reinterpret_cast<uint4*>(room.bins) + (Team::kThreads - 1 - threadIdx.x);
+    const uint4 four = *own;
+    *own = make_uint4(0, 0, 0, 0);
+    const uint32_t counts[4] = {four.w, four.z, four.y, four.x}, sum = four.x + four.y + four.z + four.w;
+    if (threadIdx.x == 0) room.inside = 0;
+    const uint32_t upto = scan(sum);
+    uint32_t above = upto - sum;
+    if (above < need && upto >= need) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (above < need && above + counts[i] >= need) {
+          room.bin = kSelectionBins - 1 - (threadIdx.x * 4 + i);
+          room.above = above, room.inside = counts[i];
+        }
+        above += counts[i];
+      }
+    }
+    Team::sync();
+    return room.inside > 0;
+  }
+
+  // Narrows [low, high] to the bin of the cut until it holds no more than `enough`, or one number. value(key, position)
+  // is what is binned, or a number outside; `need` becomes how many of the bin are chosen. False: fewer than `need`.
+  template <class Each, class Value>
+  TOP_K_DEVICE bool narrow(Each each, Value value, uint32_t& low, uint32_t& high, uint32_t& need, uint32_t enough) {
+    while (true) {
+      const int width = 32 - __clz(high - low), shift = max(width - kBinBits, 0);
+      each([&](uint32_t key, uint32_t position) {
+        const uint32_t from_low = value(key, position) - low;
+        if (from_low <= high - low) shared_add(shared_of(room.bins + (from_low >> shift)), 1);
+      });
+      if (!find_cut(need)) return false;
+      low += room.bin << shift;
+      high = low + ((1u << shift) - 1);
+      need -= room.above;
+      if (room.inside <= enough || room.inside == need || shift == 0) return true;
+    }
+  }
+
+  // Fills the bitmap, whose bits are clear and count positions from `start` on. All keys are within [low, high]; the
+  // bins are clear.
+  template <class Each>
+  TOP_K_DEVICE void choose(Each each, uint32_t low, uint32_t high, uint32_t k, uint32_t start) {
+    uint32_t need = k;
+    Chosen chosen = {0, 0, kFull};
+    bool ranks = false;
+    if (narrow(each, [](uint32_t key, uint32_t) { return key; }, low, high, need, kRanked)) {
+      chosen = {low, high, kFull};
+      ranks = room.inside > need && room.inside <= kRanked;
+      if (room.inside > kRanked && room.inside > need) {  // ~position: the smaller comes first
+        uint32_t first = 0x80000000u, last = kFull;
+        narrow(each, [=](uint32_t key, uint32_t position) { return key == low ? ~position : 0u; }, first, last, need, 0);
+        chosen.last = ~first;
+      }
+    }
+    if (threadIdx.x == 0) room.listed = 0;
+    Team::sync();
+    const auto mark = [&](uint32_t position) {
+      const uint32_t bit = position - start;
+      shared_or(shared_of(bitmap + bit / 32), 1u << (bit % 32));
+    };
+    each([&](uint32_t key, uint32_t position) {
+      if (key < chosen.low) return;
+      if (key > chosen.high) {
+        mark(position);
+      } else if (ranks) {
+        const uint32_t slot = shared_fetch_add(shared_of(&room.listed), 1);
+        room.ranked[slot] = static_cast<uint64_t>(key) << 32 | (kFull - position);
+      } else if (position <= chosen.last) {
+        mark(position);
+      }
+    });
+    Team::sync();
+    if (!ranks) return;
+    const uint32_t count = room.inside;
+    for (uint32_t i = threadIdx.x; i < count; i += Team::kThreads) {
+      const uint64_t mine = room.ranked[i];
+      uint32_t rank = 0;
+#pragma unroll 4
+      for (uint32_t j = 0; j < count; ++j) rank += room.ranked[j] > mine;
+      if (rank < need) mark(kFull - static_cast<uint32_t>(mine));
+    }
+    Team::sync();
+  }
+
+  // Calls put(slot, position) for the bits of the bitmap of `words` words, a multiple of 4, in order; returns their
+  // number.
+  template <class Put>
+  TOP_K_DEVICE uint32_t in_order(uint32_t words, uint32_t start, Put put) {
+    const uint32_t vectors = words / 4, each = (vectors + Team::kThreads - 1) / Team::kThreads;
+    const uint32_t first = threadIdx.x * each, past = min(first + each, vectors);
+    uint32_t own = 0;
+    for (uint32_t v = first; v < past; ++v) {
+      const uint4 four = reinterpret_cast<const uint4*>(bitmap)[v];
+      own += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+    }
+    const uint32_t upto = scan(own);
+    uint32_t slot = upto - own;
+    for (uint32_t v = first; v < past; ++v) {
+      const uint4 four = reinterpret_cast<const uint4*>(bitmap)[v];
+      const uint32_t some[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        for (uint32_t rest = some[i]; rest; rest &= rest - 1) {
+          put(slot++, start + v * 128 + i * 32 + (__ffs(rest) - 1));
+        }
+      }
+    }
+    const int lane = threadIdx.x % 32;
+    return __reduce_add_sync(kFull, lane < Team::kWarps ? room.warps[lane] : 0);
+  }
+};
+
+// The number that leaves for a position of a row whose window starts at `start`.
+TOP_K_DEVICE int index_of(const Output& out, int row, int start, int position) {
+  if constexpr (kIndexBase == kAbsolute) return position;
+  const int relative = position - start;
+  if constexpr (kIndexBase == kPlusOffset) return relative + __ldg(out.offsets + row);
+  if constexpr (kIndexBase == kThroughPages) {
+    const int page = relative / out.page_size;
+    return __ldg(out.page_table + row * out.page_stride + page) * out.page_size + relative - page * out.page_size;
+  }
+  return relative;
+}
+
+TOP_K_DEVICE int* indices_of(const Output& out, int row) { return out.indices + row * out.indices_stride; }
+TOP_K_DEVICE float* values_of(const Output& out, int row) { return out.values + row * out.values_stride; }
+
+// The indices of a row that has `count` positions, position(slot); -1 up to k, and -inf among its values.
+template <class Team, class Position>
+TOP_K_DEVICE void write_row(const Output& out, int row, int start, uint32_t count, Position position) {
+  int* indices = indices_of(out, row);
+  for (uint32_t slot = threadIdx.x; slot < out.k; slot += Team::kThreads) {
+    const bool some = slot < count;
+    indices[slot] = some ? index_of(out, row, start, position(slot)) : -1;
+    if constexpr (kValues) {
+      if (!some) values_of(out, row)[slot] = neg_inf();
+    }
+  }
+}
+
+}  // namespace
