@@ -51,14 +51,26 @@ def launch_kernel() -> Any:
         raise DriverError(f"CUDA driver: {name} cannot be loaded: {error}") from error
 
 
+@functools.cache
+def cooperative() -> Any:
+    """A launch attribute, in a buffer: all CTAs are resident at once, or the launch fails."""
+    from cuda.bindings import driver
+
+    attribute = ctypes.create_string_buffer(72)  # CUlaunchAttribute: its id, then a union of 64 bytes
+    struct.pack_into("<I4xi", attribute, 0, int(driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE), 1)
+    return attribute
+
+
 class Slot:
     """Room for the arguments of one launch at a time, of a kernel with a fixed grid.
 
-    The caller's struct starts with ``HEAD``, the stream; then come the pointers to the arguments, then the arguments.
-    It is packed into ``buffer`` at ``START``; ``launch()`` gives the driver's status.
+    The caller's struct starts with ``HEAD``, the stream, or with ``HEAD_WITH``, the stream, the address of launch
+    attributes and their number; then come the pointers to the arguments, then the arguments. It is packed into
+    ``buffer`` at ``START``; ``launch()`` gives the driver's status.
     """
 
     HEAD = "Q16x"  # the stream; no launch attributes
+    HEAD_WITH = "QQI4x"
     START = 32  # of a CUlaunchConfig: seven sizes come before the stream
     POINTERS = START + struct.calcsize(f"<{HEAD}")
 

@@ -14,6 +14,9 @@ SHARED_LIMIT = 227 * 1024
 MAX_ENTER_COST = 3
 # Ints of shared.cuh's first keys of row blocks, and of their costs, later -inf.
 _KNOWN_BLOCKS, _SCRATCH = 1024, 2048
+# What becomes of scores, and the first part of the kernel's name: stored; appended to lists where they pass a gate;
+# stored for rows that a list names.
+EPILOGUES = {"store": "fp8_mqa_logits", "append": "fp8_mqa_topk_product", "listed": "fp8_mqa_topk_redo"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class KernelConfig:
         tile_keys: keys of a tile, the M of its WGMMA.
         workers: each a producer warp and a math warpgroup with queues of its own.
         math_registers, other_registers: of a thread of a math warpgroup, and of the other warps (setmaxnreg).
+        epilogue: what becomes of scores, one of ``EPILOGUES``.
     """
 
     heads: int
@@ -49,12 +53,13 @@ class KernelConfig:
     workers: int = 2
     math_registers: int = 224
     other_registers: int = 56
+    epilogue: str = "store"
 
     @property
     def name(self) -> str:
         """The kernel's name in traces."""
         return (
-            f"fp8_mqa_logits_H{self.heads}_D{self.head_dim}_m{self.tile_keys}n{self.pairs}_w{self.workers}"
+            f"{EPILOGUES[self.epilogue]}_H{self.heads}_D{self.head_dim}_m{self.tile_keys}n{self.pairs}_w{self.workers}"
             f"_k{self.k_stages}_q{self.q_stages}_{self.form}_{self.out}_sm90"
         )
 
@@ -89,8 +94,12 @@ class KernelConfig:
         tiles = (self.q_stages * self.pairs + self.k_stages * self.tile_keys) * self.head_dim
         row_blocks = self.q_stages * (4 * self.pairs + 4 * (5 + 3 * self.rows))  # weights; windows and origins
         mbarriers = 2 * 8 * (self.q_stages + self.k_stages)
+        others = 0
+        if self.epilogue == "append":  # gates and places of lists; the place of the piece in the middle
+            row_blocks += self.q_stages * (16 * self.rows + 32 + 12)
+            others = 16
         worker = -(-(tiles + row_blocks + mbarriers) // 1024) * 1024
-        return -(-(self.workers * worker + 4 * (_KNOWN_BLOCKS + _SCRATCH)) // 1024) * 1024
+        return -(-(self.workers * worker + 4 * (_KNOWN_BLOCKS + _SCRATCH) + others) // 1024) * 1024
 
     def macros(self) -> dict[str, str | int]:
         """What the source is compiled with."""
@@ -100,8 +109,8 @@ class KernelConfig:
             "CLEAN": int(self.form == "clean"),
             "COMPRESSED": int(self.form == "compressed"),
             "OUT_BF16": int(self.out == "bf16"),
-            "APPEND": 0,
-            "ROWS_LISTED": 0,
+            "APPEND": int(self.epilogue == "append"),
+            "ROWS_LISTED": int(self.epilogue == "listed"),
             "PAIRS": self.pairs,
             "TILE_KEYS": self.tile_keys,
             "WORKERS": self.workers,
