@@ -172,13 +172,19 @@ def gate_config(
     config = replace(trial, places=max(wanted, min(spare, in_wave + arch.units)))
     plan = Plan(problem, config)
     main = problem.workspace_bytes - plan.fixed
-    again = min(problem.rows, main // plan.again_bytes) // block_rows * block_rows
-    sampled = min(blocks * block_rows, main // plan.sample_bytes // config.wave * config.wave)
-    if again < 1 or (sampled := sampled or main // plan.sample_bytes // block_rows * block_rows) < 1:
+    again = _whole(min(blocks * block_rows, main // plan.again_bytes), block_rows)
+    sampled = min(blocks * block_rows, main // plan.sample_bytes)
+    sampled = _whole(sampled, config.wave if sampled >= config.wave else block_rows)
+    if not again or not sampled:
         return None
     if sampled < config.wave:
         config = replace(config, wave=sampled)
     return replace(config, again=again, sampled=sampled)
+
+
+def _whole(rows: int, unit: int) -> int:
+    """As many rows in whole units, or fewer than one unit."""
+    return rows if rows < unit else rows // unit * unit
 
 
 class Plan:
@@ -307,7 +313,10 @@ def parts(problem: MqaTopKProblem, config: GateConfig) -> dict[str, Part]:
     ctas = max(1, min(4, SHARED_OF_SM // (select_bytes + SELECT_STATIC)))
 
     def part(name: str, file: str, macros: dict[str, str | int], threads: int, shared: int = 0, **more: Any) -> Part:
-        return Part(file, tuple(macros.items()), threads, shared, STRUCTS[name], **more)
+        sizes = {"ARGUMENT_BYTES": struct.calcsize("<" + STRUCTS[name][0])}
+        if len(STRUCTS[name]) > 1:
+            sizes["REDO_BYTES"] = struct.calcsize("<" + STRUCTS[name][1])
+        return Part(file, tuple({**macros, **sizes}.items()), threads, shared, STRUCTS[name], **more)
 
     return {
         "sample": part(
@@ -329,7 +338,8 @@ def parts(problem: MqaTopKProblem, config: GateConfig) -> dict[str, Part]:
             SELECT_THREADS, select_bytes,
         ),
         "redo": part(
-            "redo", "mqa_topk_redo.cuh", {**config.redo.macros(), **traits, "KERNEL_NAME": f"{config.redo.name}_{suffix}"},
+            "redo", "mqa_topk_redo.cuh", {**config.redo.macros(), **traits, "SELECTION_BYTES": REDO_SELECTION,
+             "KERNEL_NAME": f"{config.redo.name.removesuffix('_sm90')}_{suffix}"},
             config.redo.threads, max(config.redo.shared_bytes, REDO_SELECTION + 4 * words), maps=True, cooperative=True,
         ),
     }  # fmt: skip

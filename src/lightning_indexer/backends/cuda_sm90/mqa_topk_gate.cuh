@@ -3,7 +3,7 @@
 // The keys of the scores lie in registers; bisection counts those at or above the middle. Where one score fills the
 // gap, the gate is that score up to the RANK-th of the samples in the order of positions.
 //
-// Compile-time, from mqa_topk.py: RANK, WARPS, VALUES_PER_LANE, KERNEL_NAME.
+// Compile-time, from mqa_topk.py: RANK, WARPS, VALUES_PER_LANE, ARGUMENT_BYTES, KERNEL_NAME.
 #include "order.cuh"
 #include "sample.cuh"
 
@@ -23,6 +23,7 @@ struct Arguments {
   long long stride;
   int keys, sample_stride;
 };
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "STRUCTS of mqa_topk.py");
 
 __shared__ uint32_t partial[2][32];
 __shared__ int ties[kOwn][kWarps];

@@ -2,8 +2,12 @@
 //
 // One piece of the work a CTA, whose two workers take its tiles in turn. No fill warps: nothing is stored but candidates
 // and their counts.
+//
+// Compile-time, from mqa_topk.py: shared.cuh's with APPEND, and ARGUMENT_BYTES.
 #include "append.cuh"
 #include "product.cuh"
+
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "STRUCTS of mqa_topk.py");
 
 extern "C" __global__ void __launch_bounds__(G::kThreads, 1)
     KERNEL_NAME(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,

@@ -2,15 +2,16 @@
 // a selection that reads them, then the next wave. One cooperative launch, whose CTAs meet between the two; where no row
 // is listed it ends at once.
 //
-// Compile-time, from mqa_topk.py: shared.cuh's with ROWS_LISTED, selection.cuh's, and BITMAP_WORDS.
+// Compile-time, from mqa_topk.py: shared.cuh's with ROWS_LISTED, selection.cuh's, ARGUMENT_BYTES, REDO_BYTES, SELECTION_BYTES.
 #include "store.cuh"
 #include "product.cuh"
 #include "selection.cuh"
 
 namespace {
 
-constexpr int kMeets = 5;        // named barriers: all warps of the CTA, before and after those of the others
-constexpr int kMathWarps = 6;    // the math warps
+// Named barriers, behind those of shared.cuh.
+constexpr int kMeets = 5;      // all warps of the CTA
+constexpr int kMathWarps = 6;  // the math warps
 using Math = Team<G::kMathThreads, kMathWarps>;
 
 struct Redo {
@@ -23,6 +24,7 @@ struct Redo {
   int bitmap_words;
   Output out;
 };
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES && sizeof(Redo) == REDO_BYTES, "STRUCTS of mqa_topk.py");
 
 // All warps of all CTAs; what was written before, also through TMA, is seen behind.
 struct Meeting {
@@ -85,9 +87,10 @@ struct Scores {  // of a row's window, past the L1, which other CTAs do not writ
 
 struct SelectionShared {
   SelectionRoom room;
-  int staged[4096];
+  int staged[4096];                // k
   alignas(16) uint32_t bitmap[4];  // bitmap_words
 };
+static_assert(sizeof(SelectionShared) <= SELECTION_BYTES, "REDO_SELECTION of mqa_topk.py");
 
 __device__ void select_row(const Arguments& a, const Redo& r, SelectionShared& s, int row, int place) {
   const int end = min(max(__ldg(a.ke + place), 0), a.keys), start = min(max(__ldg(a.ks + place), 0), end);

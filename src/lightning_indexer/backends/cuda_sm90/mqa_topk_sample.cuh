@@ -1,6 +1,6 @@
 // The sampled keys and scales, one behind the other, and the windows in terms of them. Clears what later kernels count in.
 //
-// Compile-time, from mqa_topk.py: HEAD_DIM, KERNEL_NAME.
+// Compile-time, from mqa_topk.py: HEAD_DIM, ARGUMENT_BYTES, KERNEL_NAME.
 #include "sample.cuh"
 
 namespace {
@@ -21,6 +21,7 @@ struct Arguments {
   int counter_count;
   int unused;
 };
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "STRUCTS of mqa_topk.py");
 
 }  // namespace
 

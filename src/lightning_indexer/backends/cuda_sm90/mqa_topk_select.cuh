@@ -5,7 +5,7 @@
 // that mqa_topk_redo.cuh takes.
 //
 // Compile-time, from mqa_topk.py: selection.cuh's, and ROWS (of a row block), LISTS (of a row and a piece), THREADS,
-// CTAS_PER_SM, KERNEL_NAME.
+// CTAS_PER_SM, ARGUMENT_BYTES, KERNEL_NAME.
 #include "selection.cuh"
 
 namespace {
@@ -31,7 +31,7 @@ struct Arguments {
   int unscored, lists_room, bitmap_words;
   int candidates_room;  // of a row, in shared memory
 };
-static_assert(sizeof(Arguments) == 160, "mqa_topk.py");
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "STRUCTS of mqa_topk.py");
 
 struct Block {
   SelectionRoom selection;
