@@ -25,7 +25,9 @@ H200 = Arch.parse("sm90")
 SHAPES = ((4096, 32768), (1024, 131072), (512, 262144), (8192, 8192), (16384, 2**20), (3, 40000), (65536, 16385))
 
 
-def _problem(rows: int, keys: int, heads: int = 64, k: int = 2048, head_dim: int = 128, **traits: object) -> MqaTopKProblem:
+def _problem(
+    rows: int, keys: int, heads: int = 64, k: int = 2048, head_dim: int = 128, **traits: object
+) -> MqaTopKProblem:
     scoring = MqaLogitsProblem(rows, keys, heads, head_dim, clean_logits=False)
     return MqaTopKProblem(scoring, TopKProblem(rows, keys, k, **traits))  # type: ignore[arg-type]
 
@@ -106,11 +108,13 @@ def test_the_rank_misses_as_rarely_as_asked():
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason="no NVRTC")
-@pytest.mark.parametrize(("heads", "head_dim"), list(itertools.product(mqa_topk.HEADS, (32, 128))))
+@pytest.mark.parametrize(("heads", "head_dim"), [(32, 128), (64, 128), (64, 32)])
 def test_kernels_compile_and_spill_nothing(heads, head_dim):
     problem = _problem(4096, 32768, heads, head_dim=head_dim)
-    config = mqa_topk.gate_config(problem, H200)
-    for name, part in mqa_topk.parts(problem, config).items():
+    parts = mqa_topk.parts(problem, mqa_topk.gate_config(problem, H200))
+    for name, part in parts.items():
+        if head_dim < 128 and name != "product":  # of the others H and D change little
+            continue
         log = _build(part)
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, (name, log)
         # C75xx: ptxas serialises WGMMA, inserts waits, or ignores setmaxnreg.
@@ -126,7 +130,7 @@ def test_every_output_compiles(base):
     page = 64 if base == "page" else 0
     problem = _problem(512, 2**20, 64, 4096, index_base=base, values=True, page_size=page)
     parts = mqa_topk.parts(problem, mqa_topk.gate_config(problem, H200))
-    for name in ("gate", "select", "redo"):
+    for name in ("select", "redo") if base == "page" else ("select",):
         assert "0 bytes spill stores" in _build(parts[name]), name
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_indexer.backends.cuda_sm90.mqa_logits import MqaLogits
-from lightning_indexer.backends.cuda_sm90.top_k import TopK
 from lightning_indexer.backends.cuda_sm90.mqa_topk import MqaTopK
+from lightning_indexer.backends.cuda_sm90.top_k import TopK
 from lightning_indexer.cuda import nvrtc
 
 

@@ -20,7 +20,6 @@
 // two products of a worker there is little besides the sums.
 //
 // -inf. What lies outside the tiles of a row block is filled by the fill warps with bulk stores, beside the product.
-#include "store.cuh"
 #include "product.cuh"
 
 extern "C" __global__ void __launch_bounds__(G::kThreads, 1)

@@ -1,8 +1,8 @@
 """``fp8_mqa_topk`` for Hopper: scores that pass a gate are appended to lists, and the rows are selected from those.
 
 A sample of the keys is scored first and gives each row its gate; the product of all keys then keeps what passes, and a
-CTA a row selects from it. Where the counts do not show that the result is exact, the row is scored and selected again by
-one more kernel. Nothing is read back to the host. Other calls go by row waves: :func:`gated` says which.
+CTA a row selects from it. Where the counts do not show that the result is exact, one more kernel scores and selects the
+row again. Nothing is read back to the host. Other calls go by row waves: :func:`gated` says which.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class GateConfig:
 def rank_of(expected: float, miss: float) -> int:
     """The rank in the sample that a gate takes: it misses a row with probability ``miss``.
 
-    Of independent scores, the sample holds a Poisson number of the k first, ``expected`` on average; the gate is too high
-    where it holds ``rank`` or more.
+    Of independent scores, the sample holds a Poisson number of the k first, ``expected`` on average; the gate is too
+    high where it holds ``rank`` or more.
     """
     term, at = math.exp(-expected), 0
     below = term
@@ -243,7 +243,7 @@ class MqaTopK:
                 for miss in (1e-4, 1e-9):
                     others.append(gate_config(problem, arch, stride=stride, rank=rank_of(problem.k / stride, miss)))
         chosen = self.config(problem, arch)
-        return [chosen, *(config for config in dict.fromkeys(others) if config not in (None, chosen))]  # type: ignore[misc]
+        return [chosen, *(config for config in dict.fromkeys(others) if config not in (None, chosen))]
 
     def launch(self, problem: MqaTopKProblem, arch: Arch, config: GateConfig | Waves) -> Any:
         if isinstance(config, GateConfig):
@@ -535,8 +535,8 @@ class Launch:
 
     def _mark(self) -> None:
         if self.marks is not None:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
             self.marks.append(event)
 
 

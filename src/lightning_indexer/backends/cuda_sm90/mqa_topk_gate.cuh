@@ -110,6 +110,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(const __grid_
     __syncthreads();
     last_key = last_tie;
   }
-  if (threadIdx.x == 0)
-    a.gates[row] = make_float4(score_of(low), score_of(low + 1), __int_as_float(last_key), 0.0f);
+  if (threadIdx.x == 0) a.gates[row] = make_float4(score_of(low), score_of(low + 1), __int_as_float(last_key), 0.0f);
 }

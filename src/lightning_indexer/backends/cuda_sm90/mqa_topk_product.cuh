@@ -1,10 +1,9 @@
 // The product of mqa_logits.cuh with the epilogue of append.cuh: of every row, the candidates that pass its gate.
 //
-// One piece of the work a CTA, whose two workers take its tiles in turn. No fill warps: nothing is stored but candidates
-// and their counts.
+// One piece of the work a CTA, whose two workers take its tiles in turn. No fill warps: nothing is stored but
+// candidates and their counts.
 //
 // Compile-time, from mqa_topk.py: shared.cuh's with APPEND, and ARGUMENT_BYTES.
-#include "append.cuh"
 #include "product.cuh"
 
 static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "STRUCTS of mqa_topk.py");

@@ -1,9 +1,9 @@
-// The rows that mqa_topk_select.cuh could not take, whatever they hold: scores of a wave of them into the workspace, then
-// a selection that reads them, then the next wave. One cooperative launch, whose CTAs meet between the two; where no row
-// is listed it ends at once.
+// The rows that mqa_topk_select.cuh could not take, whatever they hold: scores of a wave of them into the workspace,
+// then a selection that reads them, then the next wave. One cooperative launch, whose CTAs meet between the two; where
+// no row is listed it ends at once.
 //
-// Compile-time, from mqa_topk.py: shared.cuh's with ROWS_LISTED, selection.cuh's, ARGUMENT_BYTES, REDO_BYTES, SELECTION_BYTES.
-#include "store.cuh"
+// Compile-time, from mqa_topk.py: shared.cuh's with ROWS_LISTED, selection.cuh's, ARGUMENT_BYTES, REDO_BYTES,
+// SELECTION_BYTES.
 #include "product.cuh"
 #include "selection.cuh"
 
@@ -15,8 +15,8 @@ constexpr int kMathWarps = 6;  // the math warps
 using Math = Team<G::kMathThreads, kMathWarps>;
 
 struct Redo {
-  const int* count;       // of listed rows
-  unsigned* arrivals;     // of CTAs at a meeting, zero at the start
+  const int* count;    // of listed rows
+  unsigned* arrivals;  // of CTAs at a meeting, zero at the start
   const unsigned char* q;
   unsigned char* gathered_q;  // [wave, H, D]
   long long q_row_stride, q_head_stride;

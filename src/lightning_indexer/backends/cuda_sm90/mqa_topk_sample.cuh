@@ -1,4 +1,5 @@
-// The sampled keys and scales, one behind the other, and the windows in terms of them. Clears what later kernels count in.
+// The sampled keys and scales, one behind the other, and the windows in terms of them. Clears what later kernels count
+// in.
 //
 // Compile-time, from mqa_topk.py: HEAD_DIM, ARGUMENT_BYTES, KERNEL_NAME.
 #include "sample.cuh"
@@ -32,8 +33,7 @@ extern "C" __global__ void KERNEL_NAME(const __grid_constant__ Arguments a) {
   for (int i = thread; i < a.counter_count; i += threads) a.counters[i] = 0;
   for (int at = thread; at < sample.count() * kVectors; at += threads) {
     const int i = at / kVectors, vector = at % kVectors, key = sample.position(i);
-    reinterpret_cast<uint4*>(a.sampled_k)[at] =
-        __ldg(reinterpret_cast<const uint4*>(a.k + key * a.k_stride) + vector);
+    reinterpret_cast<uint4*>(a.sampled_k)[at] = __ldg(reinterpret_cast<const uint4*>(a.k + key * a.k_stride) + vector);
     if (vector == 0) a.sampled_scale[i] = __ldg(a.kv_scale + key);
   }
   for (int row = thread; row < a.rows; row += threads) {

@@ -82,7 +82,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) KERNEL_NAME(c
   uint32_t* bitmap = positions + a.candidates_room;
   const int row_block = row / kRows, list = row % kRows * kLists + warp;
   // The lists at a place: their candidates, in one direction or both.
-  const auto counts_of = [&](int place, int down) { return __ldg(a.counts + (place * 2 + down) * (kRows * kLists) + list); };
+  const auto counts_of = [&](int place, int down) {
+    return __ldg(a.counts + (place * 2 + down) * (kRows * kLists) + list);
+  };
   const auto list_of = [&](int place) {
     return a.candidates + (static_cast<long long>(place) * (kRows * kLists) + list) * a.lists_room;
   };

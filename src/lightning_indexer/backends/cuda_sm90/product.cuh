@@ -1,6 +1,6 @@
 // The product of row blocks and tiles of keys: producer warps and math warpgroups. mqa_logits.cuh says how.
 //
-// What becomes of a tile's sums is up to an Epilogue, which the kernel includes first:
+// What becomes of a tile's sums is up to an Epilogue, of store.cuh or of append.cuh:
 //   enter(a, block, my)                    before the first tile of a row block
 //   tile(a, block, my, key, sum, scale)    scales the sums of one tile, whose first key for this lane is `key`
 //   leave(a, block, my)                    after the last one
@@ -8,6 +8,11 @@
 
 #include "head_sum.cuh"
 #include "schedule.cuh"
+#if APPEND
+#include "append.cuh"
+#else
+#include "store.cuh"
+#endif
 
 namespace {
 
@@ -22,7 +27,7 @@ struct Ahead {
   __device__ __forceinline__ void load(const Arguments& a, int block) {
     const int lane = threadIdx.x % 32, row = block * G::kRows + lane;
     const bool real = lane < G::kRows && row < a.rows;
-    const int place = real ? place_of_row(a, row) : 0;
+    const int place = real && ROWS_LISTED ? place_of_row(a, row) : row;
     ks = real ? __ldg(a.ks + place) : 0;
     lo = max(ks, 0);
     hi = real ? window_end(a, ks, __ldg(a.ke + place)) : 0;
@@ -32,8 +37,7 @@ struct Ahead {
 #pragma unroll
     for (int i = 0; i < G::kPairs / 32; ++i) {
       const int pair = i * 32 + lane, w_row = block * G::kRows + pair / G::kHeads;
-      weights[i] =
-          w_row < a.rows ? __ldg(a.weights + place_of_row(a, w_row) * a.w_stride + pair % G::kHeads) : 0.0f;
+      weights[i] = w_row < a.rows ? __ldg(a.weights + place_of_row(a, w_row) * a.w_stride + pair % G::kHeads) : 0.0f;
     }
   }
 };

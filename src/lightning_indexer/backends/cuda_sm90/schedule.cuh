@@ -62,9 +62,14 @@ __device__ __forceinline__ void windows_of_rows(const Arguments& a, int first, i
 #pragma unroll
   for (int r = 0; r < kWindows; ++r) {
     const bool real = first + r < a.rows;
-    const int row = real ? place_of_row(a, first + r) : 0;
-    ks[r] = real ? __ldg(a.ks + row) : 0;
-    ke[r] = real ? __ldg(a.ke + row) : 0;
+#if ROWS_LISTED
+    const int place = real ? place_of_row(a, first + r) : 0;
+    ks[r] = real ? __ldg(a.ks + place) : 0;
+    ke[r] = real ? __ldg(a.ke + place) : 0;
+#else
+    ks[r] = real ? __ldg(a.ks + first + r) : 0;
+    ke[r] = real ? __ldg(a.ke + first + r) : 0;
+#endif
   }
 #pragma unroll
   for (int r = 0; r < kWindows; ++r) {
@@ -139,7 +144,8 @@ __device__ __forceinline__ Piece find_piece(const Arguments& a, const Shared& s,
     if (lane >= step) inclusive += other;
   }
   const int total = __shfl_sync(~0u, inclusive, 31), pieces = gridDim.x * kPiecesPerCta;
-  const int piece = blockIdx.x * kPiecesPerCta + (kPiecesPerCta > 1 ? worker : 0), share = total / pieces, rest = total - share * pieces;
+  const int piece = blockIdx.x * kPiecesPerCta + (kPiecesPerCta > 1 ? worker : 0), share = total / pieces,
+            rest = total - share * pieces;
   const int begin = share * piece + min(piece, rest), before = inclusive - mine;
   const bool here = before <= begin && begin < inclusive;
   int block = 0, skip = begin - before;

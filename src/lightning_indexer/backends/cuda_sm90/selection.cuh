@@ -122,7 +122,8 @@ struct Selection {
       ranks = room.inside > need && room.inside <= kRanked;
       if (room.inside > kRanked && room.inside > need) {  // ~position: the smaller comes first
         uint32_t first = 0x80000000u, last = kFull;
-        narrow(each, [=](uint32_t key, uint32_t position) { return key == low ? ~position : 0u; }, first, last, need, 0);
+        narrow(
+            each, [=](uint32_t key, uint32_t position) { return key == low ? ~position : 0u; }, first, last, need, 0);
         chosen.last = ~first;
       }
     }
