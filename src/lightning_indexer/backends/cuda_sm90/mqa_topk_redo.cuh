@@ -92,14 +92,59 @@ struct SelectionShared {
 };
 static_assert(sizeof(SelectionShared) <= SELECTION_BYTES, "REDO_SELECTION of mqa_topk.py");
 
+struct Bounds {  // `need` of the keys within [low, high] are chosen, and all above
+  uint32_t low, high, need;
+};
+
+// The bin of the cut among linear bins of the finite scores, as keys. Scores are spread over linear bins, where keys of
+// the same exponent would queue at few: the histogram of a whole row has no room for that. `scratch`: 64 words. A
+// barrier follows whatever the caller has cleared.
+__device__ Bounds linear_cut(Selection<Math>& selection, const Scores& each, uint32_t k, int* scratch) {
+  uint32_t low = kFull, high = 0;
+  each([&](uint32_t key, uint32_t) {
+    if (key > kKeyNegInf && key < kKeyPosInf) low = min(low, key), high = max(high, key);
+  });
+  low = __reduce_min_sync(kFull, low), high = __reduce_max_sync(kFull, high);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (lane == 0) scratch[warp] = low, scratch[32 + warp] = high;
+  Math::sync();
+  low = __reduce_min_sync(kFull, lane < Math::kWarps ? scratch[lane] : kFull);
+  high = __reduce_max_sync(kFull, lane < Math::kWarps ? scratch[32 + lane] : 0);
+  const float least = score_of(low), scale = (kSelectionBins - 1) / (score_of(high) - least);
+  uint32_t need = k, bin = 0, same = kSelectionBins - 1;
+  // Monotone, so that a bin is a range of keys.
+  const auto bin_of = [=](uint32_t key) {
+    const float at = (score_of(key) - least) * scale;
+    return static_cast<uint32_t>(fminf(fmaxf(at, 0.0f), kSelectionBins - 1.0f));
+  };
+  if (low >= high || !(scale > 0.0f && scale < 3e38f) ||
+      !selection.narrow(each, [&](uint32_t key, uint32_t) { return bin_of(key); }, bin, same, need, 0)) {
+    return {kKeyNegInf, kKeyPosInf, k};
+  }
+  // The least key of the bin, and the least one above it.
+  const auto least_of = [&](uint32_t wanted) {
+    uint32_t from = kKeyNegInf, to = kKeyPosInf + 1;
+    while (from < to) {
+      const uint32_t middle = from + (to - from) / 2;
+      if (bin_of(middle) >= wanted)
+        to = middle;
+      else
+        from = middle + 1;
+    }
+    return from;
+  };
+  return {least_of(bin), least_of(bin + 1) - 1, need};
+}
+
 __device__ void select_row(const Arguments& a, const Redo& r, SelectionShared& s, int row, int place) {
   const int end = min(max(__ldg(a.ke + place), 0), a.keys), start = min(max(__ldg(a.ks + place), 0), end);
   for (int i = threadIdx.x; i < kSelectionBins; i += Math::kThreads) s.room.bins[i] = 0;
   for (int i = threadIdx.x; i < r.bitmap_words; i += Math::kThreads) s.bitmap[i] = 0;
   const float* scores = a.out + row * a.out_stride;
   Selection<Math> selection{s.room, s.bitmap};
-  Math::sync();
-  selection.choose(Scores{scores, start, end}, kKeyNegInf, kKeyPosInf, r.out.k, start);
+  const Scores each{scores, start, end};
+  const Bounds bounds = linear_cut(selection, each, r.out.k, s.staged);
+  selection.choose(each, bounds.low, bounds.high, bounds.need, start);
   const uint32_t words = min(r.bitmap_words, (end - start + 127) / 128 * 4);
   const uint32_t count =
       selection.in_order(words, start, [&](uint32_t slot, uint32_t position) { s.staged[slot] = position; });
