@@ -3,8 +3,8 @@
 //   logits[m, n] = kv_scale[n] * sum_h w[m, h] * relu(q[m, h, :] . k[n, :])   inside row m's window, -inf elsewhere
 //
 // One CTA per SM, 384 threads: two workers, each a producer warp and a math warpgroup with its own queue of q
-// and key tiles, and two fill warps. geometry.cuh has the constants, shared.cuh the shared memory, head_sum.cuh the
-// epilogue of a product, schedule.cuh the division of the work.
+// and key tiles, and two fill warps. geometry.cuh has the constants, shared.cuh the shared memory, schedule.cuh the
+// division of the work, product.cuh the product, head_sum.cuh its sums over heads, store.cuh what is stored.
 //
 // Tile. A math warpgroup multiplies 64 keys by 256 (row, head) pairs: m64n256k32, D/32 of them. The pairs are laid out
 // so that column 8j + 2t + b of the product belongs to row t (and t + 4, ...) of the row block. In WGMMA's result
