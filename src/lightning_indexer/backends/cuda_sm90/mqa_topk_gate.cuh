@@ -29,6 +29,28 @@ __shared__ uint32_t partial[2][32];
 __shared__ int ties[kOwn][kWarps];
 __shared__ int last_tie;
 
+enum class Reduce { kSum, kMin, kMax };
+
+template <Reduce kReduce>
+__device__ __forceinline__ uint32_t of_warp(uint32_t value) {
+  if constexpr (kReduce == Reduce::kSum) return __reduce_add_sync(kFull, value);
+  if constexpr (kReduce == Reduce::kMin) return __reduce_min_sync(kFull, value);
+  return __reduce_max_sync(kFull, value);
+}
+
+// By turns in the one half of `partial` and the other.
+template <Reduce kReduce>
+__device__ __forceinline__ uint32_t of_cta(uint32_t value, int& turn) {
+  value = of_warp<kReduce>(value);
+  if (kWarps == 1) return value;
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) partial[turn][threadIdx.x / 32] = value;
+  __syncthreads();
+  value = of_warp<kReduce>(lane < kWarps ? partial[turn][lane] : kReduce == Reduce::kMin ? kFull : 0);
+  turn ^= 1;
+  return value;
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(const __grid_constant__ Arguments a) {
@@ -47,27 +69,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(const __grid_
     high = max(high, keys[j]);
     if (keys[j] > 0) low = min(low, keys[j]);
   }
-  // All of the CTA's, by turns in the one half of `partial` and the other.
   int turn = 0;
-  const auto combined = [&](uint32_t value, auto reduce, uint32_t neutral) {
-    value = reduce(value);
-    if (kWarps == 1) return value;
-    if (lane == 0) partial[turn][warp] = value;
-    __syncthreads();
-    value = reduce(lane < kWarps ? partial[turn][lane] : neutral);
-    turn ^= 1;
-    return value;
-  };
-  const auto sum = [](uint32_t value) { return __reduce_add_sync(kFull, value); };
   const auto count = [&](uint32_t least) {
     uint32_t own = 0;
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) own += keys[j] >= least;
-    return combined(own, sum, 0);
+    return of_cta<Reduce::kSum>(own, turn);
   };
-  numbers = combined(numbers, sum, 0);
-  low = combined(low, [](uint32_t value) { return __reduce_min_sync(kFull, value); }, kFull);
-  high = combined(high, [](uint32_t value) { return __reduce_max_sync(kFull, value); }, 0);
+  numbers = of_cta<Reduce::kSum>(numbers, turn);
+  low = of_cta<Reduce::kMin>(low, turn);
+  high = of_cta<Reduce::kMax>(high, turn);
   if (numbers < kRank) {  // every number passes
     if (threadIdx.x == 0) a.gates[row] = make_float4(neg_inf(), neg_inf(), __int_as_float(0x7FFFFFFF), 0.0f);
     return;
