@@ -54,10 +54,24 @@ def launch_kernel() -> Any:
 @functools.cache
 def cooperative() -> Any:
     """A launch attribute, in a buffer: all CTAs are resident at once, or the launch fails."""
+    return _attribute("COOPERATIVE")
+
+
+@functools.cache
+def dependent() -> Any:
+    """A launch attribute, in a buffer: the kernel may start before the one in front of it in the stream has ended.
+
+    It has to wait for it (``griddepcontrol.wait``) before it reads what that one writes.
+    """
+    return _attribute("PROGRAMMATIC_STREAM_SERIALIZATION")
+
+
+def _attribute(name: str) -> Any:
     from cuda.bindings import driver
 
     attribute = ctypes.create_string_buffer(72)  # CUlaunchAttribute: its id, then a union of 64 bytes
-    struct.pack_into("<I4xi", attribute, 0, int(driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE), 1)
+    number = int(driver.CUlaunchAttributeID[f"CU_LAUNCH_ATTRIBUTE_{name}"])
+    struct.pack_into("<I4xi", attribute, 0, number, 1)
     return attribute
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,205 +19,29 @@ import torch
 from lightning_indexer import packages
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90 import mqa_logits
-from lightning_indexer.backends.cuda_sm90.config import KernelConfig
 from lightning_indexer.backends.cuda_sm90.mqa_logits import MqaLogits
+from lightning_indexer.backends.cuda_sm90.mqa_topk_config import (
+    INDEX_BASES,
+    REDO_SELECTION,
+    SELECT_STATIC,
+    SELECT_THREADS,
+    SHARED_OF_SM,
+    SHARED_OF_SYSTEM,
+    STRUCTS,
+    VALUES_PER_LANE,
+    GateConfig,
+    Plan,
+    bitmap_words,
+    gate_config,
+    gated,
+    rank_of,
+    refusal,
+)
 from lightning_indexer.backends.cuda_sm90.top_k import TopK
 from lightning_indexer.backends.row_waves import RowWaves, Waves
 from lightning_indexer.cuda import driver, nvrtc
-from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem, row_stride
-from lightning_indexer.problems.mqa_topk import ALIGN_BYTES, MqaTopKCall, MqaTopKProblem
-
-HEADS = (32, 64)
-# A bitmap of a row's positions has to fit in a CTA, and a row's sample in the registers of one.
-MAX_KEYS = 2**20
-# Where the gate pays: below, two calls in waves whose scores stay in the cache do.
-LEAST_KEYS = 16384
-LEAST_SCORES = 2**25
-# A list's keys are every 16th of 128: one that begins and ends inside of a row's window has so many more.
-LIST_SLACK = 48
-# CTAs of the product, which have a place of their own in the middle of a row block, beyond those that equal cuts make.
-SPARE_PLACES = 16
-INDEX_BASES = ("row", "absolute", "offset", "page")
-SELECT_THREADS = 256
-# struct SelectionRoom of selection.cuh and struct Block of mqa_topk_select.cuh; struct SelectionShared.
-SELECT_STATIC, REDO_SELECTION = 8 * 1024, 24 * 1024
-SHARED_OF_SM = 227 * 1024
-VALUES_PER_LANE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class GateConfig:
-    """How one call goes through the gate.
-
-    Attributes:
-        product, redo: of the kernels that score; the sample is scored by ``fp8_mqa_logits``' own.
-        stride: one of so many keys is in the sample.
-        rank: the gate is the sampled score of this rank: about ``rank * stride`` candidates pass.
-        room: candidates of a list, of which a row has one for each math warp.
-        sampled: rows whose samples are scored at a time.
-        wave: rows that are scored and selected from at a time, whole row blocks.
-        places: of lists, one for each row block of a wave and the others for pieces in the middle of one.
-        again: rows that are scored again at a time.
-    """
-
-    product: KernelConfig
-    redo: KernelConfig
-    sample: KernelConfig
-    stride: int
-    rank: int
-    room: int
-    sampled: int
-    wave: int
-    places: int
-    again: int
-
-    @property
-    def lists(self) -> int:
-        """Of a row and a piece of the product."""
-        return 4 * self.product.workers
-
-    @property
-    def capacity(self) -> int:
-        """Candidates of a row."""
-        return self.lists * self.room
-
-    @property
-    def ungated(self) -> int:
-        """Windows that are not longer need no gate."""
-        return self.lists * (self.room - LIST_SLACK)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.product.name}, one key of {self.stride} sampled, {self.rank * self.stride} of {self.capacity} "
-            f"candidates, waves of {self.wave} rows"
-        )
-
-
-def rank_of(expected: float, miss: float) -> int:
-    """The rank in the sample that a gate takes: it misses a row with probability ``miss``.
-
-    Of independent scores, the sample holds a Poisson number of the k first, ``expected`` on average; the gate is too
-    high where it holds ``rank`` or more.
-    """
-    term, at = math.exp(-expected), 0
-    below = term
-    while 1.0 - below > miss and at < 16 * expected + 64:
-        at += 1
-        term *= expected / at
-        below += term
-    return at + 1
-
-
-def room_of(rank: int, stride: int, lists: int, deviations: float = 5.0) -> int:
-    """Room of a list: its share of ``rank * stride`` candidates, and some deviations more."""
-    share = rank * stride / lists
-    return -(-int(share + deviations * math.sqrt(share * share / rank + share)) // 16) * 16
-
-
-def refusal(problem: MqaTopKProblem, arch: Arch) -> str | None:
-    """None, or why a call cannot go through the gate."""
-    scoring, selection = problem.scoring, problem.selection
-    if arch.name != "sm90" or not scoring.aligned:
-        return "needs sm90 and rows on 16-byte boundaries"
-    if scoring.heads not in HEADS:
-        return f"H={scoring.heads}: registers reach for {HEADS}"
-    if scoring.compressed or problem.force_first or problem.force_last:
-        return "windows are bounded or positions are always kept"
-    if selection.order == "score" or selection.tie == "larger":
-        return "ascending positions, the smaller of equals"
-    if not problem.k <= problem.keys <= MAX_KEYS:
-        return f"N={problem.keys}: from k to {MAX_KEYS}"
-    return None
-
-
-def gated(problem: MqaTopKProblem, arch: Arch) -> bool:
-    """Whether a call goes through the gate, measured: docs/kernels/cuda_sm90_mqa_topk.md."""
-    if refusal(problem, arch) is not None:
-        return False
-    return problem.keys >= LEAST_KEYS and problem.rows * problem.keys >= LEAST_SCORES
-
-
-def gate_config(
-    problem: MqaTopKProblem, arch: Arch, *, stride: int | None = None, rank: int | None = None, room: int | None = None
-) -> GateConfig | None:
-    """The gate's configuration; None where the workspace is too small for it."""
-    scoring = problem.scoring
-    base = KernelConfig(scoring.heads, scoring.head_dim, "noclean", "f32", arch.units)
-    product = replace(base, epilogue="append")
-    lists = 4 * product.workers
-    if stride is None:
-        stride = 32 if problem.keys <= 65536 else 64
-    if rank is None:
-        rank = rank_of(problem.k / stride, 1e-5)
-    if room is None:
-        room = room_of(rank, stride, lists)
-    if lists * (room - LIST_SLACK) < problem.k:
-        room = -(-problem.k // lists // 16) * 16 + 64
-    config = GateConfig(product, replace(base, epilogue="listed"), base, stride, rank, room, 0, 0, 0, 0)
-
-    block_rows = product.rows
-    blocks = -(-problem.rows // block_rows)
-    # Counters and counts come before: an upper bound of them first.
-    for waves in range(1, blocks + 1):
-        in_wave = -(-blocks // waves)
-        wanted = in_wave + max(0, arch.units - in_wave) + SPARE_PLACES
-        trial = replace(config, wave=in_wave * block_rows, places=wanted)
-        plan = Plan(problem, trial)
-        if plan.fixed + plan.place_bytes * wanted <= problem.workspace_bytes:
-            break
-    else:
-        return None
-    spare = (problem.workspace_bytes - plan.fixed) // (plan.place_bytes + plan.counts_of_place)
-    config = replace(trial, places=max(wanted, min(spare, in_wave + arch.units)))
-    plan = Plan(problem, config)
-    main = problem.workspace_bytes - plan.fixed
-    again = _whole(min(blocks * block_rows, main // plan.again_bytes), block_rows)
-    sampled = min(blocks * block_rows, main // plan.sample_bytes)
-    sampled = _whole(sampled, config.wave if sampled >= config.wave else block_rows)
-    if not again or not sampled:
-        return None
-    if sampled < config.wave:
-        config = replace(config, wave=sampled)
-    return replace(config, again=again, sampled=sampled)
-
-
-def _whole(rows: int, unit: int) -> int:
-    """As many rows in whole units, or fewer than one unit."""
-    return rows if rows < unit else rows // unit * unit
-
-
-class Plan:
-    """Where things lie in the workspace: what all of a call shares, then what one step after the other works in."""
-
-    def __init__(self, problem: MqaTopKProblem, config: GateConfig) -> None:
-        rows, keys, dim = problem.rows, problem.keys, problem.head_dim
-        self.samples = -(-keys // config.stride)
-        self.sample_stride = row_stride(self.samples, torch.float32)
-        self.key_stride = row_stride(keys, torch.float32)
-        self.waves = -(-rows // max(1, config.wave))
-        self.counters = 2 + self.waves  # listed rows, CTAs at a meeting, places taken in each wave
-        lists = config.product.rows * config.lists
-        self.counts_of_place = 2 * 4 * lists
-        self.place_bytes = 8 * lists * config.room
-        self.sample_bytes = 4 * self.sample_stride
-        self.again_bytes = problem.heads * dim + 4 * self.key_stride
-        self.offset: dict[str, int] = {}
-        at = 0
-        for name, size in (
-            ("counters", 4 * self.counters), ("gates", 16 * rows), ("sampled_ks", 4 * rows), ("sampled_ke", 4 * rows),
-            ("redo", 4 * rows), ("middles", 8 * config.product.ctas), ("sampled_scale", 4 * self.samples),
-            ("sampled_k", dim * self.samples), ("counts", self.counts_of_place * config.places),
-        ):  # fmt: skip
-            self.offset[name] = at
-            at += -(-size // ALIGN_BYTES) * ALIGN_BYTES
-        self.fixed = at
-        self.offset["main"] = at
-        gathered = -(-config.again * problem.heads * dim // ALIGN_BYTES) * ALIGN_BYTES
-        self.offset["again"] = at + gathered
-        self.bytes = at + max(
-            self.place_bytes * config.places, self.sample_bytes * config.sampled,
-            gathered + 4 * self.key_stride * config.again,
-        )  # fmt: skip
+from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
+from lightning_indexer.problems.mqa_topk import MqaTopKCall, MqaTopKProblem
 
 
 class MqaTopK:
@@ -274,6 +97,7 @@ class Part(NamedTuple):
     structs: tuple[str, ...]
     maps: bool = False
     cooperative: bool = False
+    dependent: bool = False
 
     def compile(self) -> bytes:
         return nvrtc.cubin(packages.beside(__name__, self.file), mqa_logits.NVRTC_ARCH, dict(self.macros))
@@ -281,17 +105,6 @@ class Part(NamedTuple):
     @property
     def name(self) -> str:
         return str(dict(self.macros)["KERNEL_NAME"])
-
-
-_PRODUCT = "3q4i"  # of struct Arguments of shared.cuh, behind six pointers
-_OUTPUT = "4Q3q2i"
-STRUCTS = {
-    "sample": ("9Qq6i",),
-    "gate": ("4Qq2i",),
-    "product": (f"6Q{_PRODUCT}5Q3i4x",),
-    "select": (f"8Q{_OUTPUT}8i",),
-    "redo": (f"6Q{_PRODUCT}Q", f"4Q2q2i{_OUTPUT}"),
-}
 
 
 def parts(problem: MqaTopKProblem, config: GateConfig) -> dict[str, Part]:
@@ -308,9 +121,9 @@ def parts(problem: MqaTopKProblem, config: GateConfig) -> dict[str, Part]:
     per_lane = VALUES_PER_LANE
     while warps > 32:
         warps, per_lane = warps // 2, per_lane * 2
-    words = bitmap_words(problem)
-    select_bytes = 8 * config.capacity + 4 * words + (4 * selection.k if selection.values else 0)
-    ctas = max(1, min(4, SHARED_OF_SM // (select_bytes + SELECT_STATIC)))
+    words, codes = bitmap_words(problem), config.code_bytes
+    select_bytes = 8 * config.lists * config.warp_room + 4 * words + (4 * selection.k if selection.values else 0)
+    ctas = max(1, min(4, SHARED_OF_SM // (select_bytes + SELECT_STATIC + SHARED_OF_SYSTEM)))
 
     def part(name: str, file: str, macros: dict[str, str | int], threads: int, shared: int = 0, **more: Any) -> Part:
         sizes = {"ARGUMENT_BYTES": struct.calcsize("<" + STRUCTS[name][0])}
@@ -329,13 +142,17 @@ def parts(problem: MqaTopKProblem, config: GateConfig) -> dict[str, Part]:
              "KERNEL_NAME": f"fp8_mqa_topk_gate_r{config.rank}_w{warps}_v{per_lane}_sm90"}, 32 * warps,
         ),
         "product": part(
-            "product", "mqa_topk_product.cuh", product.macros(), product.threads, product.shared_bytes, maps=True,
+            "product", "mqa_topk_product.cuh",
+            {**product.macros(), "CODE_BYTES": codes,
+             "KERNEL_NAME": f"{product.name.removesuffix('_sm90')}_c{codes}_sm90"},
+            product.threads, product.shared_bytes, maps=True, dependent=config.dependent,
         ),
         "select": part(
             "select", "mqa_topk_select.cuh",
             {**traits, "ROWS": product.rows, "LISTS": config.lists, "THREADS": SELECT_THREADS, "CTAS_PER_SM": ctas,
-             "KERNEL_NAME": f"fp8_mqa_topk_select_r{product.rows}_l{config.lists}_x{ctas}_{suffix}"},
-            SELECT_THREADS, select_bytes,
+             "CODE_BYTES": codes, "STATIC_BYTES": SELECT_STATIC,
+             "KERNEL_NAME": f"fp8_mqa_topk_select_r{product.rows}_l{config.lists}_c{codes}_x{ctas}_{suffix}"},
+            SELECT_THREADS, select_bytes, dependent=config.dependent,
         ),
         "redo": part(
             "redo", "mqa_topk_redo.cuh", {**config.redo.macros(), **traits, "SELECTION_BYTES": REDO_SELECTION,
@@ -345,11 +162,6 @@ def parts(problem: MqaTopKProblem, config: GateConfig) -> dict[str, Part]:
     }  # fmt: skip
 
 
-def bitmap_words(problem: MqaTopKProblem) -> int:
-    """Of a bitmap of a row's positions, whole vectors."""
-    return -(-problem.keys // 128) * 4
-
-
 class _Kernel:
     """A part on one device; called with the stream, the grid's CTAs and its parameters, it is launched."""
 
@@ -357,7 +169,9 @@ class _Kernel:
         code = part.compile()
         self.function = driver.load(code, part.name, part.shared_bytes)
         self.part, self.ctas = part, ctas
-        self.attributes = ctypes.addressof(driver.cooperative()) if part.cooperative else 0
+        self.attributes = 0
+        if part.cooperative or part.dependent:
+            self.attributes = ctypes.addressof(driver.cooperative() if part.cooperative else driver.dependent())
         structs = [struct.Struct("<" + form) for form in part.structs]
         pointers = (2 if part.maps else 0) + len(structs)
         self.packed = struct.Struct(f"<{driver.Slot.HEAD_WITH} {pointers}Q {' '.join(part.structs)}")
@@ -425,7 +239,6 @@ class Launch:
         at = {name: base + offset for name, offset in plan.offset.items()}
         stream = torch._C._cuda_getCurrentRawStream(device)
         kernels = bound.kernels
-        unscored = 0 if problem.selection.values else problem.k
         q, ks, ke = call.q.data_ptr(), call.ks.data_ptr(), call.ke.data_ptr()
         weights, w_stride = call.weights.data_ptr(), call.weights.stride(0)
         q_stride, kv_scale = call.q.stride(0), call.kv_scale.data_ptr()
@@ -453,15 +266,15 @@ class Launch:
                 q_map = self._map(bound, "q", q + start * q_stride, count, q_stride, call.q.stride(1))
                 kernels["product"](
                     stream, 0, kv_scale, weights + 4 * start * w_stride, ks + 4 * start, ke + 4 * start, 0, q_stride,
-                    w_stride, 0, count, keys, keys, config.product.enter_cost, at["gates"] + 16 * start, at["main"],
-                    at["counts"], at["middles"], at["counters"] + 4 * (2 + wave_of_all), unscored, config.room,
+                    w_stride, 0, count, keys, keys, config.product.enter_cost, at["gates"] + 16 * start, at["scores"],
+                    at["codes"], at["counts"], at["middles"], at["counters"] + 4 * (2 + wave_of_all), config.room,
                     config.places, maps=(q_map, k_map),
                 )  # fmt: skip
                 self._mark()
                 kernels["select"](
-                    stream, at["main"], at["counts"], at["middles"], at["gates"] + 16 * start, ks + 4 * start,
-                    ke + 4 * start, at["counters"], at["redo"], *_moved(output, start), count, keys, start,
-                    config.product.ctas, unscored, config.room, bitmap_words(problem), config.capacity, ctas=count,
+                    stream, at["scores"], at["codes"], at["counts"], at["middles"], at["gates"] + 16 * start,
+                    ks + 4 * start, ke + 4 * start, at["counters"], at["redo"], *_moved(output, start), count, keys,
+                    start, config.product.ctas, config.room, bitmap_words(problem), config.warp_room, 0, ctas=count,
                 )  # fmt: skip
                 self._mark()
                 wave_of_all += 1

@@ -3,7 +3,8 @@
 // The keys of the scores lie in registers; bisection counts those at or above the middle. Where one score fills the
 // gap, the gate is that score up to the RANK-th of the samples in the order of positions.
 //
-// Compile-time, from mqa_topk.py: RANK, WARPS, VALUES_PER_LANE, ARGUMENT_BYTES, KERNEL_NAME.
+// Compile-time, from mqa_topk_config.py: RANK, WARPS, VALUES_PER_LANE, ARGUMENT_BYTES, KERNEL_NAME.
+#include "dependent_launch.cuh"
 #include "order.cuh"
 #include "sample.cuh"
 
@@ -13,7 +14,8 @@ constexpr int kWarps = WARPS;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kOwn = VALUES_PER_LANE;
 constexpr uint32_t kRank = RANK;
-constexpr uint32_t kEnough = kRank + kRank / 16;  // a gate that lets a few more pass will do
+constexpr uint32_t kEnough = kRank + kRank / 64;  // a gate that lets a few more pass will do
+constexpr int kLinearRounds = 12;
 
 struct Arguments {
   const float* scores;  // [rows, samples]
@@ -23,7 +25,7 @@ struct Arguments {
   long long stride;
   int keys, sample_stride;
 };
-static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "STRUCTS of mqa_topk.py");
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "STRUCTS of mqa_topk_config.py");
 
 __shared__ uint32_t partial[2][32];
 __shared__ int ties[kOwn][kWarps];
@@ -54,6 +56,7 @@ __device__ __forceinline__ uint32_t of_cta(uint32_t value, int& turn) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(const __grid_constant__ Arguments a) {
+  let_next_start();
   const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = __ldg(a.sampled_ks + row), past = __ldg(a.sampled_ke + row);
   const float* scores = a.scores + row * a.stride;
@@ -83,10 +86,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(const __grid_
     if (threadIdx.x == 0) a.gates[row] = make_float4(neg_inf(), neg_inf(), __int_as_float(0x7FFFFFFF), 0.0f);
     return;
   }
-  // count(low) >= kRank, and less than that above high.
+  // count(low) >= kRank, and less than that above high. Halved first as scores, which are spread more evenly than keys:
+  // the half of all keys is near zero.
   uint32_t passing = numbers;
-  while (low < high && passing > kEnough) {
-    const uint32_t middle = high - (high - low) / 2, some = count(middle);
+  for (int round = 0; low < high && passing > kEnough; ++round) {
+    uint32_t middle = high - (high - low) / 2;
+    if (round < kLinearRounds) {
+      const uint32_t linear = key_of(0.5f * score_of(low) + 0.5f * score_of(high));
+      if (linear > low && linear <= high) middle = linear;
+    }
+    const uint32_t some = count(middle);
     if (some >= kRank)
       low = middle, passing = some;
     else

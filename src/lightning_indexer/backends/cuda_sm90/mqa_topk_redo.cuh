@@ -2,7 +2,7 @@
 // then a selection that reads them, then the next wave. One cooperative launch, whose CTAs meet between the two; where
 // no row is listed it ends at once.
 //
-// Compile-time, from mqa_topk.py: shared.cuh's with ROWS_LISTED, selection.cuh's, ARGUMENT_BYTES, REDO_BYTES,
+// Compile-time, from mqa_topk_config.py: shared.cuh's with ROWS_LISTED, selection.cuh's, ARGUMENT_BYTES, REDO_BYTES,
 // SELECTION_BYTES.
 #include "product.cuh"
 #include "selection.cuh"
@@ -24,7 +24,7 @@ struct Redo {
   int bitmap_words;
   Output out;
 };
-static_assert(sizeof(Arguments) == ARGUMENT_BYTES && sizeof(Redo) == REDO_BYTES, "STRUCTS of mqa_topk.py");
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES && sizeof(Redo) == REDO_BYTES, "STRUCTS of mqa_topk_config.py");
 
 // All warps of all CTAs; what was written before, also through TMA, is seen behind.
 struct Meeting {
@@ -90,7 +90,7 @@ struct SelectionShared {
   int staged[4096];                // k
   alignas(16) uint32_t bitmap[4];  // bitmap_words
 };
-static_assert(sizeof(SelectionShared) <= SELECTION_BYTES, "REDO_SELECTION of mqa_topk.py");
+static_assert(sizeof(SelectionShared) <= SELECTION_BYTES, "REDO_SELECTION of mqa_topk_config.py");
 
 struct Bounds {  // `need` of the keys within [low, high] are chosen, and all above
   uint32_t low, high, need;

@@ -1,7 +1,7 @@
 // The sampled keys and scales, one behind the other, and the windows in terms of them. Clears what later kernels count
 // in.
 //
-// Compile-time, from mqa_topk.py: HEAD_DIM, ARGUMENT_BYTES, KERNEL_NAME.
+// Compile-time, from mqa_topk_config.py: HEAD_DIM, ARGUMENT_BYTES, KERNEL_NAME.
 #include "sample.cuh"
 
 namespace {
@@ -22,7 +22,7 @@ struct Arguments {
   int counter_count;
   int unused;
 };
-static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "STRUCTS of mqa_topk.py");
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "STRUCTS of mqa_topk_config.py");
 
 }  // namespace
 

@@ -31,9 +31,6 @@ struct Ahead {
     ks = real ? __ldg(a.ks + place) : 0;
     lo = max(ks, 0);
     hi = real ? window_end(a, ks, __ldg(a.ke + place)) : 0;
-#if APPEND
-    if (!has_product(a, lo, hi)) hi = 0;
-#endif
 #pragma unroll
     for (int i = 0; i < G::kPairs / 32; ++i) {
       const int pair = i * 32 + lane, w_row = block * G::kRows + pair / G::kHeads;

@@ -42,15 +42,6 @@ __device__ __forceinline__ int place_of_row(const Arguments& a, int row) {
 #endif
 }
 
-// Whether the window [lo, hi) of a row asks for scores.
-__device__ __forceinline__ bool has_product(const Arguments& a, int lo, int hi) {
-#if APPEND
-  return hi > lo && hi - lo > a.unscored;
-#else
-  return hi > lo;
-#endif
-}
-
 __device__ __forceinline__ int number_of_blocks(const Arguments& a) { return (a.rows + G::kRows - 1) / G::kRows; }
 
 // The windows of kWindows rows from `first` on, as one: [lo, hi), empty where all of them are.
@@ -74,7 +65,7 @@ __device__ __forceinline__ void windows_of_rows(const Arguments& a, int first, i
 #pragma unroll
   for (int r = 0; r < kWindows; ++r) {
     const int row_lo = max(ks[r], 0), row_hi = window_end(a, ks[r], ke[r]);
-    if (has_product(a, row_lo, row_hi)) lo = min(lo, row_lo), hi = max(hi, row_hi);
+    if (row_hi > row_lo) lo = min(lo, row_lo), hi = max(hi, row_hi);
   }
 }
 

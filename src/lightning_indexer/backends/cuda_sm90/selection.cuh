@@ -5,7 +5,7 @@
 // the same over positions. Where the scores are is up to Each: each(visit) calls visit(key, position) for every number
 // of the row that may be chosen, by the kThreads threads of a Team.
 //
-// Compile-time, from mqa_topk.py: INDEX_BASE, VALUES.
+// Compile-time, from mqa_topk_config.py: INDEX_BASE, VALUES.
 #pragma once
 
 #include "order.cuh"

@@ -6,6 +6,9 @@
 
 #include "geometry.cuh"
 #include "ptx.cuh"
+#if APPEND
+#include "candidates.cuh"
+#endif
 
 namespace {
 
@@ -40,18 +43,13 @@ struct alignas(16) Gate {
   int unused;
 };
 
-struct Candidate {
-  float score;
-  int key;
-};
-
 // Places of the lists of one row block and piece.
 struct alignas(16) Lists {
   Gate gate[G::kRows];
-  int* counts;  // of the block's first row and the first warp; null: there was no room for this piece
-  int first;    // likewise, in Arguments.candidates
-  int step;     // 1: upwards from the start of a list's room; -1: downwards from its end
-  int alone;    // the piece is all of the block
+  Count* counts;  // of the block's first row and the first warp; null: there was no room for this piece
+  int first;      // likewise, in Arguments.scores and .codes
+  int step;       // 1: upwards from the start of a list's room; -1: downwards from its end
+  int alone;      // the piece is all of the block
 };
 #else
 struct Lists {};
@@ -104,11 +102,11 @@ struct Arguments {
 #endif
 #if APPEND
   const Gate* gates;      // [rows]
-  Candidate* candidates;  // [places, kRows, kLists, room]
-  int* counts;            // [places, 2, kRows, kLists]: of what grows upwards, and of what grows downwards
+  float* scores;          // [places, kRows, kLists, room]
+  Code* codes;            // likewise
+  Count* counts;          // [places, 2, kRows, kLists]: of what grows upwards, and of what grows downwards
   int2* middles;          // [CTAs]: the row block that this CTA's piece lies within, or -1, and its place or -1
   int* taken;             // places behind those of the row blocks, zero at the start
-  int unscored;           // windows that are not longer have no product
   int room;               // candidates of a list
   int places;             // one a row block, and some for pieces that neither begin nor end one
 #endif
