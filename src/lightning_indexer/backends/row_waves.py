@@ -56,7 +56,7 @@ class Waves:
 
 
 def wave_bytes(problem: Problem, arch: Arch) -> int:
-    """How much of the workspace the scores of a wave take."""
+    """How much of the workspace the scores of a wave take, so that they stay in the cache."""
     if not arch.cache_bytes:
         return problem.workspace_bytes
     return min(problem.workspace_bytes, max(LEAST_WAVE_BYTES, int(CACHE_SHARE * arch.cache_bytes)))
@@ -70,18 +70,21 @@ class RowWaves:
         scoring: Any,
         selections: Sequence[tuple[Any, Callable[[], str | None]]],
         row_block: Callable[[Any], int] = lambda config: 1,
+        wave_bytes: Callable[[Problem, Arch], int] = wave_bytes,
     ) -> None:
         """
         Args:
             scoring: a kernel of ``fp8_mqa_logits`` or ``fp8_paged_mqa_logits``.
             selections: kernels of ``top_k_per_row``, each with what is missing for it; the first that runs is taken.
             row_block: of a config of ``scoring``, the rows that it works on together: waves are whole row blocks.
+            wave_bytes: how much of the workspace the scores of a wave take.
         """
         self.scoring, self.selections, self.row_block = scoring, selections, row_block
+        self.wave_bytes = wave_bytes
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         problem = self._formed(problem, arch)
-        rows = self._rows(problem, wave_bytes(problem, arch))
+        rows = self._rows(problem, self.wave_bytes(problem, arch))
         reason: str | None = self.scoring.supports(_scoring_of(problem, rows), arch)
         if reason is not None:
             return reason
@@ -89,7 +92,7 @@ class RowWaves:
         return None if None in reasons else "; ".join(map(str, reasons))
 
     def config(self, problem: Problem, arch: Arch) -> Waves:
-        return self.of_wave_bytes(problem, arch, wave_bytes(problem, arch))
+        return self.of_wave_bytes(problem, arch, self.wave_bytes(problem, arch))
 
     def of_wave_bytes(self, problem: Problem, arch: Arch, size: int, *, overlapped: bool = False) -> Waves:
         """Waves whose scores take about ``size`` bytes: whole row blocks, or one, where the workspace has room."""

@@ -70,7 +70,7 @@ def _attribute(name: str) -> Any:
     from cuda.bindings import driver
 
     attribute = ctypes.create_string_buffer(72)  # CUlaunchAttribute: its id, then a union of 64 bytes
-    number = int(driver.CUlaunchAttributeID[f"CU_LAUNCH_ATTRIBUTE_{name}"])
+    number = int(getattr(driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}"))
     struct.pack_into("<I4xi", attribute, 0, number, 1)
     return attribute
 

@@ -1,4 +1,5 @@
-// The epilogue that appends the scores, and codes of their keys (candidates.cuh), that pass their row's gate to lists, and where the lists lie.
+// The epilogue that appends the scores, and codes of their keys (candidates.cuh), that pass their row's gate to lists,
+// and where the lists lie.
 //
 // Lists. Each math warp of a piece has one for each row: no two write to the same, so slots come from ballots and
 // counters in registers, without atomics. A row block and the pieces that it is cut into share one place: the piece
@@ -32,9 +33,9 @@ struct Place {
   // Not read ahead, as the windows are: the producer warp has no registers for it.
   __device__ __forceinline__ Gate gate_of(const Arguments& a, int row, int hi) const {
     const float nan = __int_as_float(0x7FFFFFFF);
-    if (hi == 0 || counts == nullptr) return {nan, nan, 0, 0};  // nothing passes
+    if (hi == 0 || counts == nullptr) return {nan, nan, 0, nan};  // nothing passes
     const int4 four = __ldcg(reinterpret_cast<const int4*>(a.gates + row));
-    return {__int_as_float(four.x), __int_as_float(four.y), four.z, four.w};
+    return {__int_as_float(four.x), __int_as_float(four.y), four.z, __int_as_float(four.w)};
   }
 
   // For a worker that none of the piece's tiles is for. One warp calls it.

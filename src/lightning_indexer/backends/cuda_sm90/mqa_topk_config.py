@@ -18,9 +18,8 @@ from lightning_indexer.problems.mqa_topk import ALIGN_BYTES, MqaTopKProblem
 HEADS = (32, 64)
 # A bitmap of a row's positions has to fit in a CTA, and a row's sample in the registers of one.
 MAX_KEYS = 2**20
-# Where the gate pays: below, two calls in waves whose scores stay in the cache do.
+# Where the gate pays, measured: in shorter rows every fourth key and more is a candidate.
 LEAST_KEYS = 16384
-LEAST_SCORES = 2**25
 # Room of a warp of the selection beyond a list's: each part of a list is brought in whole vectors of four.
 WARP_SLACK = 32
 # Keys of a piece, of which 16 of 128 are a list's, that a code of two bytes counts: candidates.cuh.
@@ -147,7 +146,9 @@ def gated(problem: MqaTopKProblem, arch: Arch) -> bool:
     """Whether a call goes through the gate, measured: docs/kernels/cuda_sm90_mqa_topk.md."""
     if refusal(problem, arch) is not None:
         return False
-    return problem.keys >= LEAST_KEYS and problem.rows * problem.keys >= LEAST_SCORES
+    # Where all scores fit into the workspace, two calls are as fast or faster.
+    scores = 4 * problem.rows * row_stride(problem.keys, torch.float32)
+    return problem.keys >= LEAST_KEYS and scores > problem.workspace_bytes
 
 
 def gate_config(

@@ -82,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(const __grid_
   numbers = of_cta<Reduce::kSum>(numbers, turn);
   low = of_cta<Reduce::kMin>(low, turn);
   high = of_cta<Reduce::kMax>(high, turn);
+  const float highest = score_of(high);
   if (numbers < kRank) {  // every number passes
     if (threadIdx.x == 0) a.gates[row] = make_float4(neg_inf(), neg_inf(), __int_as_float(0x7FFFFFFF), 0.0f);
     return;
@@ -130,5 +131,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(const __grid_
     __syncthreads();
     last_key = last_tie;
   }
-  if (threadIdx.x == 0) a.gates[row] = make_float4(score_of(low), score_of(low + 1), __int_as_float(last_key), 0.0f);
+  if (threadIdx.x == 0) a.gates[row] = make_float4(score_of(low), score_of(low + 1), __int_as_float(last_key), highest);
 }

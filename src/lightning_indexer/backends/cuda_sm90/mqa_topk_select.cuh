@@ -16,6 +16,7 @@ namespace {
 constexpr int kRows = ROWS;
 constexpr int kLists = LISTS;
 constexpr int kMiddles = 128;
+constexpr uint32_t kMisfit = 0x10000000;  // more candidates than fit
 using All = Team<THREADS, 0>;
 static_assert(All::kWarps == kLists, "a warp gathers the lists of one warp of the product");
 
@@ -44,7 +45,7 @@ struct Block {
   int middle[kMiddles];  // places of pieces in the middle of the row block
   int middles;
   int misfits;
-  uint32_t count[kLists], low[kLists], high[kLists];
+  uint32_t count[kLists];
 };
 
 static_assert(sizeof(Block) <= STATIC_BYTES, "SELECT_STATIC of mqa_topk_config.py");
@@ -70,57 +71,85 @@ struct InShared {  // each warp what it has gathered; no bounds hold key 0
   }
 };
 
+// Linear bins of keys from `low` on; the last one holds what lies behind, too.
+struct Bins {
+  uint32_t low;
+  int shift;
+
+  TOP_K_DEVICE Bins(uint32_t low_, uint32_t high)
+      : low(low_), shift(max(32 - __clz(max(high, low_) - low_) - kBinBits, 0)) {}
+  TOP_K_DEVICE uint32_t of(uint32_t key) const { return min((key - low) >> shift, kSelectionBins - 1); }
+  TOP_K_DEVICE uint32_t least(uint32_t bin) const { return low + (bin << shift); }
+  TOP_K_DEVICE uint32_t most(uint32_t bin) const {
+    return bin == kSelectionBins - 1 ? kFull : least(bin) + ((1u << shift) - 1);
+  }
+};
+
+#if CODE_BYTES == 2
+using FourCodes = uint2;
+TOP_K_DEVICE uint32_t code_in(const FourCodes& four, int i) {
+  const uint32_t two = i < 2 ? four.x : four.y;
+  return i % 2 == 0 ? two & 0xFFFF : two >> 16;
+}
+#else
+using FourCodes = uint4;
+TOP_K_DEVICE uint32_t code_in(const FourCodes& four, int i) {
+  return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+}
+#endif
+
 struct Gathering {  // of one warp
   uint4* keys;
   uint4* positions;
   uint32_t room;  // vectors
+  Bins bins;
   uint32_t vectors = 0, count = 0;
-  uint32_t low = kFull, high = 0;  // of the keys of this lane
 
-  // The candidates [first, past) of the list that starts at `scores` and `codes`, of keys from `first_key` on.
-  TOP_K_DEVICE void add(const float* scores, const Code* codes, uint32_t first, uint32_t past, int first_key) {
+  // The candidates of a list of `length`: `up` at its start, `down` at its end. Counts them in the bins.
+  TOP_K_DEVICE void add(const float* scores, const Code* codes, uint32_t length, Count up, Count down) {
     constexpr int kAtOnce = 4;
-    const uint32_t begin = first / 4, end = (past + 3) / 4;
+    const uint32_t of_up = (up.count + 3) / 4, from_down = length - down.count, gap = from_down / 4 - of_up;
+    const uint32_t all = of_up + (down.count > 0 ? length / 4 - from_down / 4 : 0);
 #pragma unroll 1
-    for (uint32_t from = begin + threadIdx.x % 32; from < end; from += 32 * kAtOnce) {
+    for (uint32_t from = threadIdx.x % 32; from < all; from += 32 * kAtOnce) {
       float4 score[kAtOnce];
-      uint4 code[kAtOnce];
+      FourCodes code[kAtOnce];
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const uint32_t v = from + u * 32;
-        if (v >= end) continue;
+      for (int u = 0; u < kAtOnce; ++u) {  // without branches, so that all are on their way together
+        const uint32_t i = min(from + u * 32, all - 1), v = i < of_up ? i : i + gap;
         score[u] = __ldcs(reinterpret_cast<const float4*>(scores) + v);
-        if constexpr (CODE_BYTES == 2) {
-          const uint2 two = __ldcs(reinterpret_cast<const uint2*>(codes) + v);
-          code[u] = make_uint4(two.x & 0xFFFF, two.x >> 16, two.y & 0xFFFF, two.y >> 16);
-        } else {
-          code[u] = __ldcs(reinterpret_cast<const uint4*>(codes) + v);
-        }
+        code[u] = __ldcs(reinterpret_cast<const FourCodes*>(codes) + v);
       }
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
-        const uint32_t v = from + u * 32, at = vectors + v - begin;
-        if (v >= end || at >= room) continue;
-        keys[at] = make_uint4(key(score[u].x, v * 4, first, past), key(score[u].y, v * 4 + 1, first, past),
-                              key(score[u].z, v * 4 + 2, first, past), key(score[u].w, v * 4 + 3, first, past));
-        positions[at] = make_uint4(position(code[u].x, first_key), position(code[u].y, first_key),
-                                   position(code[u].z, first_key), position(code[u].w, first_key));
+        const uint32_t i = from + u * 32, at = vectors + i;
+        if (i >= all || at >= room) continue;
+        const bool upwards = i < of_up;
+        // Of the vector's four, those in [first, past) are candidates.
+        const int first = upwards ? 0 : static_cast<int>(from_down - (i + gap) * 4);
+        const int past = upwards ? static_cast<int>(up.count - i * 4) : 4;
+        const int first_key = upwards ? up.first_key : down.first_key;
+        keys[at] = make_uint4(key(score[u].x, 0, first, past), key(score[u].y, 1, first, past),
+                              key(score[u].z, 2, first, past), key(score[u].w, 3, first, past));
+        positions[at] = make_uint4(position(code_in(code[u], 0), first_key), position(code_in(code[u], 1), first_key),
+                                   position(code_in(code[u], 2), first_key), position(code_in(code[u], 3), first_key));
       }
     }
-    vectors += end > begin ? end - begin : 0;
-    count += past - first;
+    vectors += all;
+    count += up.count + down.count;
   }
 
-  TOP_K_DEVICE uint32_t key(float score, uint32_t i, uint32_t first, uint32_t past) {
+  TOP_K_DEVICE uint32_t key(float score, int i, int first, int past) {
+    const bool candidate = i >= first && i < past;
     const uint32_t bits = __float_as_uint(score);  // a number, and no -0: append.cuh
-    const uint32_t ordered = bits ^ (static_cast<uint32_t>(static_cast<int>(bits) >> 31) | 0x80000000u);
-    const uint32_t key = i >= first && i < past ? ordered : 0;
-    low = min(low, key - 1), high = max(high, key);
-    return key;
+    const uint32_t key = bits ^ (static_cast<uint32_t>(static_cast<int>(bits) >> 31) | 0x80000000u);
+    shared_add_if(candidate, shared_of(block.selection.bins + bins.of(key)), 1);
+    return candidate ? key : 0;
   }
 
   TOP_K_DEVICE static uint32_t position(uint32_t code, int first_key) {
-    return first_key + code / kListKeys * kListStep + code % kListKeys;
+    const uint32_t within = code % kListKeys;
+    return first_key + (code - within) * (kListStep / kListKeys) + within;
   }
 };
 
@@ -138,6 +167,7 @@ TOP_K_DEVICE uint32_t slot_of(const int* ascending, uint32_t count, int position
 TOP_K_DEVICE void find_middles(const Arguments& a, int row_block) {
   if (threadIdx.x == 0) block.middles = block.misfits = 0;
   All::sync();
+#pragma unroll 1
   for (int piece = threadIdx.x; piece < a.pieces; piece += All::kThreads) {
     const int2 middle = __ldcg(a.middles + piece);
     if (middle.x != row_block) continue;
@@ -161,8 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) KERNEL_NAME(c
   uint4* keys = reinterpret_cast<uint4*>(dynamic_shared);
   uint4* positions = keys + kLists * (a.warp_room / 4);
   uint32_t* bitmap = reinterpret_cast<uint32_t*>(positions + kLists * (a.warp_room / 4));
-  for (int i = threadIdx.x; i < kSelectionBins / 4; i += All::kThreads)
-    reinterpret_cast<uint4*>(block.selection.bins)[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < kSelectionBins / 4)
+    reinterpret_cast<uint4*>(block.selection.bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
   for (uint32_t i = threadIdx.x; i < words / 4; i += All::kThreads)
     reinterpret_cast<uint4*>(bitmap)[i] = make_uint4(0, 0, 0, 0);
   wait_for_previous();
@@ -175,46 +206,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) KERNEL_NAME(c
     const int2 two = __ldcg(reinterpret_cast<const int2*>(a.counts + (place * 2 + down) * (kRows * kLists) + list));
     return Count{two.x, two.y};
   };
-  const float at_least = __ldcg(a.gates + row).x;
+  const float4 gate = __ldcg(a.gates + row);
   const Count up = count_of(row_block, 0), down = count_of(row_block, 1);
   bool cut_twice = false;
+#pragma unroll 1
   for (int piece = threadIdx.x; piece < a.pieces; piece += All::kThreads)
-    cut_twice |= __ldcg(a.middles + piece).x == row_block;
+    cut_twice |= __ldcg(&a.middles[piece].x) == row_block;
   cut_twice = __syncthreads_or(cut_twice);
 
   const uint32_t room = a.lists_room, warp_vectors = a.warp_room / 4;
-  Gathering gathering{keys + warp * warp_vectors, positions + warp * warp_vectors, warp_vectors};
-  const auto add = [&](int place, uint32_t first, uint32_t past, int first_key) {
-    const long long at = (static_cast<long long>(place) * (kRows * kLists) + list) * a.lists_room;
-    gathering.add(a.scores + at, a.codes + at, first, past, first_key);
-  };
-  bool fits = static_cast<uint32_t>(up.count + down.count) <= room;
-  if (fits) {
-    add(row_block, 0, up.count, up.first_key);
-    add(row_block, room - down.count, room, down.first_key);
-  }
+  const bool gated = gate.x != neg_inf();  // else every number has passed
+  Gathering gathering{keys + warp * warp_vectors, positions + warp * warp_vectors, warp_vectors,
+                      gated ? Bins(key_of(gate.x), key_of(gate.w)) : Bins(kKeyNegInf, kKeyPosInf)};
+  bool fits = true;
+  int middles = 0;
   if (cut_twice) {
     find_middles(a, row_block);
-    fits &= block.misfits == 0;
-    const int middles = min(block.middles, kMiddles);
-    for (int i = 0; i < middles && fits; ++i) {
-      const Count count = count_of(block.middle[i], 0);
-      fits = count.count <= room;
-      if (fits) add(block.middle[i], 0, count.count, count.first_key);
-    }
+    fits = block.misfits == 0;
+    middles = min(block.middles, kMiddles);
+  }
+#pragma unroll 1
+  for (int i = -1; i < middles && fits; ++i) {
+    const int place = i < 0 ? row_block : block.middle[i];
+    const Count first = i < 0 ? up : count_of(place, 0), last = i < 0 ? down : Count{0, 0};
+    fits = static_cast<uint32_t>(first.count + last.count) <= room;
+    const long long at = (static_cast<long long>(place) * (kRows * kLists) + list) * a.lists_room;
+    if (fits) gathering.add(a.scores + at, a.codes + at, room, first, last);
   }
   fits &= gathering.vectors <= warp_vectors;
-  uint32_t low = __reduce_min_sync(kFull, gathering.low), high = __reduce_max_sync(kFull, gathering.high);
-  if (lane == 0) {
-    block.low[warp] = low, block.high[warp] = high;
-    block.count[warp] = fits ? gathering.count : 0x10000000u;  // more than fit
-  }
+  if (lane == 0) block.count[warp] = fits ? gathering.count : kMisfit;
   All::sync();
-  low = __reduce_min_sync(kFull, lane < kLists ? block.low[lane] : kFull) + 1;
-  high = __reduce_max_sync(kFull, lane < kLists ? block.high[lane] : 0);
   const uint32_t total = __reduce_add_sync(kFull, lane < kLists ? block.count[lane] : 0);
-  // A gate of -inf lets every number pass: then there are no more.
-  if (total >= 0x10000000u || (total < a.out.k && at_least != neg_inf())) {
+  if (total >= kMisfit || (total < a.out.k && gated)) {
     if (threadIdx.x == 0) a.redo[atomicAdd(a.redo_count, 1)] = a.first_row + row;
     return;
   }
@@ -222,7 +245,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) KERNEL_NAME(c
   Selection<All> selection{block.selection, bitmap};
   const InShared each{gathering.keys, gathering.positions, gathering.vectors};
   if (total > a.out.k) {
-    selection.choose(each, low, high, a.out.k, start);
+    selection.find_cut(a.out.k);
+    const uint32_t bin = block.selection.bin, low = gathering.bins.least(bin), high = gathering.bins.most(bin);
+    const uint32_t need = a.out.k - block.selection.above, inside = block.selection.inside;
+    selection.choose(each, low, high, need, start, inside <= kRanked || inside == need || low == high);
   } else {  // all of them
     each([&](uint32_t key, uint32_t position) {
       if (key > 0) shared_or(shared_of(bitmap + (position - start) / 32), 1u << ((position - start) % 32));

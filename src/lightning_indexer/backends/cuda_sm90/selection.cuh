@@ -110,14 +110,14 @@ struct Selection {
     }
   }
 
-  // Fills the bitmap, whose bits are clear and count positions from `start` on. All keys are within [low, high]; the
-  // bins are clear.
+  // Fills the bitmap, whose bits are clear and count positions from `start` on: `need` of the keys within [low, high],
+  // and all above. The bins are clear. `narrowed`: [low, high] is a bin that find_cut has found.
   template <class Each>
-  TOP_K_DEVICE void choose(Each each, uint32_t low, uint32_t high, uint32_t k, uint32_t start) {
-    uint32_t need = k;
+  TOP_K_DEVICE void choose(Each each, uint32_t low, uint32_t high, uint32_t need, uint32_t start,
+                           bool narrowed = false) {
     Chosen chosen = {0, 0, kFull};
     bool ranks = false;
-    if (narrow(each, [](uint32_t key, uint32_t) { return key; }, low, high, need, kRanked)) {
+    if (narrowed || narrow(each, [](uint32_t key, uint32_t) { return key; }, low, high, need, kRanked)) {
       chosen = {low, high, kFull};
       ranks = room.inside > need && room.inside <= kRanked;
       if (room.inside > kRanked && room.inside > need) {  // ~position: the smaller comes first
@@ -164,12 +164,14 @@ struct Selection {
     const uint32_t vectors = words / 4, each = (vectors + Team::kThreads - 1) / Team::kThreads;
     const uint32_t first = threadIdx.x * each, past = min(first + each, vectors);
     uint32_t own = 0;
+#pragma unroll 1
     for (uint32_t v = first; v < past; ++v) {
       const uint4 four = reinterpret_cast<const uint4*>(bitmap)[v];
       own += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
     }
     const uint32_t upto = scan(own);
     uint32_t slot = upto - own;
+#pragma unroll 1
     for (uint32_t v = first; v < past; ++v) {
       const uint4 four = reinterpret_cast<const uint4*>(bitmap)[v];
       const uint32_t some[4] = {four.x, four.y, four.z, four.w};
@@ -204,6 +206,17 @@ TOP_K_DEVICE float* values_of(const Output& out, int row) { return out.values + 
 template <class Team, class Position>
 TOP_K_DEVICE void write_row(const Output& out, int row, int start, uint32_t count, Position position) {
   int* indices = indices_of(out, row);
+  if (!kValues && count == out.k && out.k % 4 == 0 && reinterpret_cast<uint64_t>(indices) % 16 == 0) {
+#pragma unroll 1
+    for (uint32_t slot = threadIdx.x * 4; slot < out.k; slot += Team::kThreads * 4) {
+      int four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = index_of(out, row, start, position(slot + i));
+      *reinterpret_cast<int4*>(indices + slot) = make_int4(four[0], four[1], four[2], four[3]);
+    }
+    return;
+  }
+#pragma unroll 1
   for (uint32_t slot = threadIdx.x; slot < out.k; slot += Team::kThreads) {
     const bool some = slot < count;
     indices[slot] = some ? index_of(out, row, start, position(slot)) : -1;

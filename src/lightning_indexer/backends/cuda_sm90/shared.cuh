@@ -40,7 +40,7 @@ struct alignas(16) Gate {
   float at_least;  // what passes in tiles that start at or before last_key
   float above;     // what passes behind: the next larger number
   int last_key;
-  int unused;
+  float highest;  // of the sample, for the selection
 };
 
 // Places of the lists of one row block and piece.
@@ -101,14 +101,14 @@ struct Arguments {
   const int* listed;  // [rows]: where weights, ks and ke of a row lie; q and the result count from 0
 #endif
 #if APPEND
-  const Gate* gates;      // [rows]
-  float* scores;          // [places, kRows, kLists, room]
-  Code* codes;            // likewise
-  Count* counts;          // [places, 2, kRows, kLists]: of what grows upwards, and of what grows downwards
-  int2* middles;          // [CTAs]: the row block that this CTA's piece lies within, or -1, and its place or -1
-  int* taken;             // places behind those of the row blocks, zero at the start
-  int room;               // candidates of a list
-  int places;             // one a row block, and some for pieces that neither begin nor end one
+  const Gate* gates;  // [rows]
+  float* scores;      // [places, kRows, kLists, room]
+  Code* codes;        // likewise
+  Count* counts;      // [places, 2, kRows, kLists]: of what grows upwards, and of what grows downwards
+  int2* middles;      // [CTAs]: the row block that this CTA's piece lies within, or -1, and its place or -1
+  int* taken;         // places behind those of the row blocks, zero at the start
+  int room;           // candidates of a list
+  int places;         // one a row block, and some for pieces that neither begin nor end one
 #endif
 };
 
