@@ -48,10 +48,13 @@ class MqaTopK:
     """The kernel of ``fp8_mqa_topk`` that ``cuda-sm90`` registers."""
 
     def __init__(self) -> None:
-        # As few waves as the workspace allows: what each costs, the ends of two kernels, is more than what scores in the
+        # As few waves as the workspace allows: what one costs, the ends of two kernels, is more than what scores in the
         # L2 save, measured.
         self.waves = RowWaves(
-            MqaLogits(), [(TopK(), nvrtc.missing)], lambda config: config.rows, lambda problem, _: problem.workspace_bytes
+            MqaLogits(),
+            [(TopK(), nvrtc.missing)],
+            lambda config: config.rows,
+            wave_bytes=lambda problem, _: problem.workspace_bytes,
         )
 
     def supports(self, problem: MqaTopKProblem, arch: Arch) -> str | None:

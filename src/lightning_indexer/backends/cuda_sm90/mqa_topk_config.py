@@ -20,6 +20,7 @@ HEADS = (32, 64)
 MAX_KEYS = 2**20
 # Where the gate pays, measured: in shorter rows every fourth key and more is a candidate.
 LEAST_KEYS = 16384
+LEAST_SCORES = 2**24
 # Room of a warp of the selection beyond a list's: each part of a list is brought in whole vectors of four.
 WARP_SLACK = 32
 # Keys of a piece, of which 16 of 128 are a list's, that a code of two bytes counts: candidates.cuh.
@@ -147,8 +148,8 @@ def gated(problem: MqaTopKProblem, arch: Arch) -> bool:
     if refusal(problem, arch) is not None:
         return False
     # Where all scores fit into the workspace, two calls are as fast or faster.
-    scores = 4 * problem.rows * row_stride(problem.keys, torch.float32)
-    return problem.keys >= LEAST_KEYS and scores > problem.workspace_bytes
+    scores = problem.rows * row_stride(problem.keys, torch.float32)
+    return problem.keys >= LEAST_KEYS and scores >= LEAST_SCORES and 4 * scores > problem.workspace_bytes
 
 
 def gate_config(

@@ -104,27 +104,26 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(const __grid_
   }
   int last_key = 0x7FFFFFFF;
   if (passing > kEnough) {  // many equal to `low`: the one that makes kRank with those above
-    int wanted = kRank - count(low + 1);
+    const int wanted = kRank - count(low + 1);
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
       const int equal = __popc(__ballot_sync(kFull, keys[j] == low));
       if (lane == 0) ties[j][warp] = equal;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      int at = 0;
-      const int* of = &ties[0][0];
-      while (wanted > of[at]) wanted -= of[at++];
-      last_tie = at, partial[turn][0] = wanted;
+    if (threadIdx.x == 0) {  // how many come before
+      int before = 0;
+      for (int i = 0; i < kOwn * kWarps; ++i) {
+        const int equal = (&ties[0][0])[i];
+        (&ties[0][0])[i] = before;
+        before += equal;
+      }
     }
-    __syncthreads();
-    const int at = last_tie, rest = partial[turn][0];
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
-      if (j != at / kWarps || warp != at % kWarps) continue;
       const unsigned equal = __ballot_sync(kFull, keys[j] == low);
-      if (keys[j] == low && __popc(equal & ((1u << lane) - 1)) == rest - 1) {
+      if (keys[j] == low && ties[j][warp] + __popc(equal & ((1u << lane) - 1)) == wanted - 1) {
         last_tie = Sample{a.keys, a.sample_stride}.position(first + j * kThreads + threadIdx.x);
       }
     }

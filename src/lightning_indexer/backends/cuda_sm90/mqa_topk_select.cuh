@@ -117,8 +117,8 @@ struct Gathering {  // of one warp
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {  // without branches, so that all are on their way together
         const uint32_t i = min(from + u * 32, all - 1), v = i < of_up ? i : i + gap;
-        score[u] = __ldcs(reinterpret_cast<const float4*>(scores) + v);
-        code[u] = __ldcs(reinterpret_cast<const FourCodes*>(codes) + v);
+        score[u] = __ldcg(reinterpret_cast<const float4*>(scores) + v);
+        code[u] = __ldcg(reinterpret_cast<const FourCodes*>(codes) + v);
       }
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
