@@ -143,7 +143,8 @@ struct Gathering {  // of one warp
     const bool candidate = i >= first && i < past;
     const uint32_t bits = __float_as_uint(score);  // a number, and no -0: append.cuh
     const uint32_t key = bits ^ (static_cast<uint32_t>(static_cast<int>(bits) >> 31) | 0x80000000u);
-    shared_add_if(candidate, shared_of(block.selection.bins + bins.of(key)), 1);
+    const uint32_t bin = candidate ? bins.of(key) : kSelectionBins;  // no branch
+    shared_add(shared_of(block.selection.bins + bin), 1);
     return candidate ? key : 0;
   }
 

@@ -34,12 +34,6 @@ TOP_K_DEVICE void shared_add(uint32_t address, uint32_t value) {
   asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-TOP_K_DEVICE void shared_add_if(bool condition, uint32_t address, uint32_t value) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p red.shared.add.u32 [%0], %1;\n}" ::"r"(address), "r"(value),
-               "r"(static_cast<int>(condition))
-               : "memory");
-}
-
 TOP_K_DEVICE void shared_or(uint32_t address, uint32_t value) {
   asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

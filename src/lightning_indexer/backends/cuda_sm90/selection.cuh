@@ -40,7 +40,7 @@ struct Team {
 
 struct SelectionRoom {
   uint64_t ranked[kRanked];
-  uint32_t bins[kSelectionBins];
+  uint32_t bins[kSelectionBins + 4];  // behind the last bin: what belongs to none
   uint32_t warps[32];
   uint32_t listed;
   uint32_t bin, above, inside;  // of the cut
