@@ -7,11 +7,14 @@ import torch
 
 from lightning_indexer import arch_of, fp8_mqa_logits, fp8_mqa_topk, fp8_paged_mqa_topk, top_k_per_row
 from lightning_indexer.arch import MIB
+from lightning_indexer.backends.cuda_sm90.mqa_topk_config import GateConfig
 from lightning_indexer.check import mqa_topk, paged_mqa_topk
 from lightning_indexer.check.cases import make_inputs
 from lightning_indexer.check.mqa_topk import Case, make_operands
 from lightning_indexer.check.paged_mqa_logits import make_inputs as make_pages
-from lightning_indexer.problems.mqa_topk import MqaTopKCall
+from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.problems.mqa_topk import MqaTopKCall, MqaTopKProblem
+from lightning_indexer.problems.top_k import TopKProblem
 from lightning_indexer.selection import registry
 
 pytestmark = [
@@ -64,7 +67,7 @@ def test_waves_on_two_streams(backend, device):
     _gate(backend, case.problem, device)
     inputs = make_operands(case, device)
     expected = mqa_topk.two_calls(case, inputs, backend)
-    kernel, arch = registry.kernel(backend, "fp8_mqa_topk"), arch_of(device)
+    kernel, arch = _waves(backend), arch_of(device)
     for size in (1, 2, 8):
         config = kernel.of_wave_bytes(case.problem, arch, size * MIB, overlapped=True)
         run = kernel.launch(case.problem, arch, config)
@@ -78,6 +81,12 @@ def test_waves_on_two_streams(backend, device):
             assert torch.equal(values, expected[1])
 
 
+def _waves(backend):
+    """The row waves of a backend, whatever else its kernel does."""
+    kernel = registry.kernel(backend, "fp8_mqa_topk")
+    return getattr(kernel, "waves", kernel)
+
+
 def _operands(inputs):
     return inputs.q, inputs.k, inputs.kv_scale, inputs.weights, inputs.ks, inputs.ke
 
@@ -88,7 +97,7 @@ def test_graph_capture_replays_with_new_operands(backend, overlapped, device):
     case = Case(200, 9000, 32, k=512, waves=4)
     _gate(backend, case.problem, device)
     inputs = make_operands(case, device)
-    kernel, arch = registry.kernel(backend, "fp8_mqa_topk"), arch_of(device)
+    kernel, arch = _waves(backend), arch_of(device)
     run = kernel.launch(case.problem, arch, kernel.of_wave_bytes(case.problem, arch, 2 * MIB, overlapped=overlapped))
     out = torch.empty(200, 512, dtype=torch.int32, device=device)
     call = MqaTopKCall(*_operands(inputs), None, None, out, None, None)
@@ -164,3 +173,44 @@ def test_compiled_caller(device):
     expected = fp8_mqa_topk(inputs.q, inputs.kv, inputs.weights, inputs.ks, inputs.ke, 20, values=True)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("window", ["causal", "short", "odd"])
+def test_the_gate_of_hopper_is_the_two_calls(heads, window, device):
+    """Scores that do not fit into the workspace, NaN among them; windows of fewer than k positions among the rows."""
+    rows, keys, k = 1030, 20011, 2048
+    problem = MqaTopKProblem(MqaLogitsProblem(rows, keys, heads, 128, clean_logits=False), TopKProblem(rows, keys, k))
+    _gate("cuda-sm90", problem, device)
+    kernel, arch = registry.kernel("cuda-sm90", "fp8_mqa_topk"), arch_of(device)
+    config = kernel.config(problem, arch)
+    assert isinstance(config, GateConfig)
+    generator = torch.Generator(device=device).manual_seed(heads)
+    q = torch.randn(rows, heads, 128, device=device, generator=generator).to(torch.float8_e4m3fn)
+    keys_, scale = torch.randn(keys, 128, device=device, generator=generator), torch.ones(keys, device=device)
+    scale[::11] = float("nan")
+    weights = torch.randn(rows, heads, device=device, generator=generator)
+    row = torch.arange(rows, device=device)
+    starts, ends = {
+        "causal": (row * 0, keys - rows + row + 1),
+        "short": (row * 7 % keys, row * 7 % keys + row * 37 % 4000),
+        "odd": (row * 7919 % (keys + 400) - 200, row * 104729 % (keys + 900)),
+    }[window]
+    kv = (keys_.to(torch.float8_e4m3fn), scale)
+    windows = (starts.int(), ends.int())
+    logits = fp8_mqa_logits(q, kv, weights, *windows, clean_logits=False, backend="cuda-sm90")
+    expected = top_k_per_row(logits, k, *windows, backend="cuda-sm90")
+    run = kernel.launch(problem, arch, config)
+    workspace = torch.full((run.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)
+    out = torch.empty(rows, k, dtype=torch.int32, device=device)
+    call = MqaTopKCall(q, *kv, weights, *windows, None, None, out, None, workspace)
+    run(call)
+    assert torch.equal(out, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(call)
+    for _ in range(2):
+        out.fill_(-7)
+        workspace.fill_(0xFF)
+        graph.replay()
+        assert torch.equal(out, expected)
