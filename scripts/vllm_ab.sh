@@ -136,5 +136,6 @@ if [[ $TRACE == 1 ]]; then
   # Two lines: a line's status is that of its last substitution.
   TRACE_A=$(first "$OUT/traces-A")
   TRACE_B=$(first "$OUT/traces-B")
-  lightning-indexer trace-diff "$TRACE_A" "$TRACE_B" --json "$OUT/trace-diff.json"
+  lightning-indexer trace-diff "$TRACE_A" "$TRACE_B"
+  lightning-indexer trace-diff "$TRACE_A" "$TRACE_B" --json > "$OUT/trace-diff.json"
 fi

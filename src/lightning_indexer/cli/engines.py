@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import typer
 
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.cli import common
-from lightning_indexer.cli.common import err
+from lightning_indexer.cli.common import DeviceOption, JsonOption, err
 from lightning_indexer.e2e import report, traces
 from lightning_indexer.e2e import run as runner
 from lightning_indexer.e2e.dims import MODELS
@@ -25,10 +24,15 @@ GPU_STEP, CPU_STEP = 16384, 1024
 
 
 def e2e(
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: cuda where there is one.")] = None,
+    device: DeviceOption = None,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "glm-5.2",
     context: Annotated[
-        str | None, typer.Option(help=f"Prompt lengths. Default: {GPU_CONTEXTS} on a GPU, {CPU_CONTEXTS} on a CPU.")
+        list[str] | None,
+        typer.Option(
+            "--context",
+            "--contexts",
+            help=f"Prompt lengths. Default: {GPU_CONTEXTS} on a GPU, {CPU_CONTEXTS} on a CPU.",
+        ),
     ] = None,
     a: Annotated[
         str | None,
@@ -55,6 +59,7 @@ def e2e(
     trace: Annotated[bool, typer.Option(help="Record a kernel trace of each side, and sum it by kernel.")] = True,
     results: Annotated[Path, typer.Option(help="Folder for e2e.md, e2e.json and traces.")] = Path("results/e2e"),
     seed: Annotated[int, typer.Option(help="Seed of weights, prompt and sampled rows.")] = 0,
+    as_json: JsonOption = False,
 ) -> None:
     """Prefill a stack of sparse-attention layers with two sides in turn: TTFT, shares, needles, top-k, kernel trace.
 
@@ -111,8 +116,11 @@ def e2e(
         found = runner.run(plan, where, arch, begins)
     facts = environment.record(where)
     text = report.markdown(plan, found, facts, shlex.join(["lightning-indexer", *sys.argv[1:]]))
-    typer.echo(text)
     paths = report.write(results, text, plan, found, facts)
+    if as_json:
+        common.say(next(path for path in paths if path.suffix == ".json").read_text().rstrip())
+    else:
+        common.show_markdown(text)
     err.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
     failed = report.failures(found)
     for line in failed:
@@ -126,27 +134,27 @@ def trace_diff(
     b: Annotated[Path, typer.Argument(help="Trace of side B.")],
     group: Annotated[
         list[str] | None,
-        typer.Option(help=f"Regular expression; kernels whose names hold it are one row. Default: {traces.SCORING}."),
+        typer.Option(
+            help=f"Regular expression, whole; kernels whose names hold it are one row. Default: {traces.SCORING}."
+        ),
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Kernels to list, largest difference first.")] = 30,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write every row here too.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Two kernel traces, summed by kernel: launches, total time, ratio. Traces of vLLM and SGLang will do.
 
     Examples: `lightning-indexer trace-diff results/e2e/a.json.gz results/e2e/b.json.gz`,
     `lightning-indexer trace-diff a.pt.trace.json.gz b.pt.trace.json.gz --group '^(?!.*paged).*mqa_logits' --group topk`
     """
-    if json_path is not None:
-        common.writable_file("--json", json_path)
     with common.bad_parameter(None):
         found = traces.diff(traces.load(a), traces.load(b), group or (traces.SCORING,))
-    typer.echo(f"A: {a}\nB: {b}\n")
-    typer.echo(report.trace_markdown(found, top))
+    if as_json:
+        common.show_json(report.trace_records(found))
+    else:
+        common.show_markdown(f"A: {a}\nB: {b}\n\n{report.trace_markdown(found, top)}")
     for row in found.groups:
         if not row.a.launches and not row.b.launches:
             err.print(f"no kernel of either trace has a name with {row.name!r}", markup=False, highlight=False)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report.trace_records(found), indent=1) + "\n")
 
 
 def _backend(name: str | None) -> str | None:

@@ -66,7 +66,7 @@ def matrix_flop_and_cycles(opcode: str) -> tuple[int, float]:
     """
     found = _MATRIX.fullmatch(opcode.upper())
     if found is None:
-        raise ValueError(f"opcode: got {opcode}, which has no rate in bench/rates.py")
+        raise ValueError(f"opcode: got {opcode}, which has no rate in model/rates.py")
     m, n, k = (int(found[index]) for index in (1, 2, 3))
     kind, shape = found[4], f"{m}X{n}X{k}"
     if "F8F6F4" in kind:
@@ -76,7 +76,7 @@ def matrix_flop_and_cycles(opcode: str) -> tuple[int, float]:
     elif "F16" in kind:
         rate = _HALF if shape in _NEW_HALF_SHAPES else _OLD_HALF
     else:
-        raise ValueError(f"opcode: got {opcode}, which has no rate in bench/rates.py")
+        raise ValueError(f"opcode: got {opcode}, which has no rate in model/rates.py")
     flop = 2 * m * n * k
     return flop, flop / rate
 
