@@ -68,6 +68,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments[: arguments.index("--")] if "--" in arguments else arguments)
     {"aiter": as_aiter, "deep_gemm": as_deep_gemm}[options.peer](torch.device(options.device))
+    sys.path.insert(0, str(options.file.resolve().parent))  # of what it imports from beside it
     text = options.file.read_text()
     if options.device != "cuda":
         text = re.sub(r"""(["'])cuda\1""", repr(options.device), text)

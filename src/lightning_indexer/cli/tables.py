@@ -199,7 +199,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _joints(word: str) -> list[str]:
-    return re.findall(r".+?(?:(?<=[A-Za-z])[_/,](?=[A-Za-z])|$)", word) if len(word) > _LEAST_TEXT else [word]
+    return re.findall(r".+?(?:[_/,](?=[A-Za-z])|$)", word) if len(word) > _LEAST_TEXT else [word]
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
