@@ -17,7 +17,9 @@ from lightning_indexer.cli import cache as cli_cache
 from lightning_indexer.cli import common, tables
 from lightning_indexer.cli import engines as cli_engines
 from lightning_indexer.cli import info as cli_info
+from lightning_indexer.cli import plot as cli_plot
 from lightning_indexer.cli import prebuild as cli_prebuild
+from lightning_indexer.cli import report as cli_report
 from lightning_indexer.cli import verify as cli_verify
 from lightning_indexer.cli.common import DeviceOption, JsonOption, err
 from lightning_indexer.cli.tables import Column, Table
@@ -186,6 +188,8 @@ def demo(
 
 app.command()(cli_verify.verify)
 app.command()(cli_bench.bench)
+app.command()(cli_report.report)
+app.command()(cli_plot.plot)
 app.command()(cli_amd.resources)
 app.command()(cli_amd.disasm)
 app.command()(cli_amd.cost)
