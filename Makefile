@@ -2,9 +2,12 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# PyTorch's wheel for Linux brings gigabytes of CUDA; without an NVIDIA GPU its CPU wheel does. `make TORCH_INDEX=` takes
+# what pip is set to. An index that cannot be reached is a warning of pip's, and the other one serves.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 CXX_FILES = $(wildcard $(addprefix src/lightning_indexer/backends/*/*.,cuh hip h))
 
-.PHONY: demo check test test-gpu verify-amd lint format install clean
+.PHONY: demo check test test-gpu verify-amd lint format docs dist install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,13 +18,16 @@ help:
 	@echo "make verify-amd  AMD kernels against the reference, in the simulator (some minutes on two cores)"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  ruff and clang-format, in place"
+	@echo "make docs    the documentation site, in site/; warnings are errors"
+	@echo "make dist    sdist and wheel in dist/, checked as RELEASING.md asks"
 	@echo "make install only make $(VENV)"
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml packages/cdna-sim/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  $(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./packages/cdna-sim -e '.[dev]'
 	@touch $@
 
@@ -54,5 +60,16 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+dist: install
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist packages/cdna-sim
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python scripts/check_dist.py dist
+	$(BIN)/python -m pip check
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.png
+	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.png

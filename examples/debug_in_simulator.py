@@ -1,4 +1,4 @@
-"""Debugging an AMD kernel on any machine: a fault names the instruction, its registers say why. See docs/simulator.md."""
+"""Debugging an AMD kernel on any machine: a fault names the instruction, registers say why. See docs/simulator.md."""
 
 from __future__ import annotations
 

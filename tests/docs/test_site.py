@@ -117,7 +117,7 @@ for path in sys.argv[1:]:
         os._exit(0)
     if os.waitpid(child, 0)[1]:
         failed.append(path)
-sys.exit(", ".join(failed))
+sys.exit(", ".join(failed) or 0)
 """
 
 
