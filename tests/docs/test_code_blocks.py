@@ -1,8 +1,8 @@
 """Every code block of README.md and docs: Python runs, commands parse.
 
 The Python blocks of a page run in order, in one namespace and in a process of their own, one forked for each page. A
-block under a comment ``<!-- not run: reason -->`` is only compiled. Of shell blocks, commands of this library parse with
-all their options, and what others install or run is looked up in this repository.
+block under a comment ``<!-- not run: reason -->`` is only compiled. Of shell blocks, commands of this library parse
+with all their options, and what others install or run is looked up in this repository.
 """
 
 from __future__ import annotations

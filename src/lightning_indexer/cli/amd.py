@@ -172,6 +172,7 @@ def cost(
         common.show_json(
             {
                 "kind": "model",
+                "environment": _versions(target),
                 "arch": target.name,
                 "launches": [record for each in found for record in survey.records(each)],
                 "kernels": shown[-1].records(),
@@ -181,6 +182,21 @@ def cost(
         return
     common.show(*shown)
     common.lines([*notes, model.EXPLANATION])
+
+
+def _versions(target: Arch) -> dict[str, str]:
+    """What the counts depend on; the machine that simulates is not among it."""
+    import datetime
+
+    from lightning_indexer.bench import environment
+
+    found = {name: environment.package_version(name) for name in ("triton", "flydsl", "ziglang")}
+    return {
+        "device": f"a model of {target.name}, simulated counts",
+        **{name: version for name, version in found.items() if version is not None},
+        "commit": environment.commit() or "unknown",
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
 
 
 def _times(predicted: Predicted) -> Table:

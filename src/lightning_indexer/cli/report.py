@@ -173,10 +173,10 @@ def _on_device(where: torch.device, folder: Path) -> list[Part]:
     for operation in verify.operations():
         suite = verify.suite(operation)
         for name in verify.backends_of(suite, suite.cases(full=False), arch_of(where)):
-            chosen = ("--operation", operation, "--backend", name, "--device", str(where))
-            parts.append(Part(f"verify {operation} {name}", ("verify", *chosen), 1.0))
+            named = ("--operation", operation, "--backend", name, "--device", str(where))
+            parts.append(Part(f"verify {operation} {name}", ("verify", *named), 1.0))
     for operation in bench.OPTIONS:
-        chosen = ("--operation", operation, "--device", str(where), "--budget-ms", "25")
+        chosen: tuple[str, ...] = ("--operation", operation, "--device", str(where), "--budget-ms", "25")
         if "--form" in bench.OPTIONS[operation]:
             chosen += ("--form", "clean,compressed")
         if where.type == "cpu":
