@@ -277,6 +277,7 @@ def test_backends_take_commas(monkeypatch):
         (("explain", "--arch", "gfx999"), 2, "--arch"),
         (("explain", "--operation", "nothing"), 2, "--operation"),
         (("explain", "--arch", "sm80", "--backend", "cuda-sm90"), 1, ""),
+        (("explain", "--arch", "sm90", "--arch", "sm80"), 2, "'--arch': given more than once, and it takes one value"),
         (("plan",), 2, "--request"),
         (("plan", "--request", "5"), 2, "expected CONTEXT:NEW"),
         (("demo", "--picture", "a.json.gz/x.png"), 2, "cannot write"),

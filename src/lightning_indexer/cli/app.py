@@ -21,7 +21,7 @@ from lightning_indexer.cli import plot as cli_plot
 from lightning_indexer.cli import prebuild as cli_prebuild
 from lightning_indexer.cli import report as cli_report
 from lightning_indexer.cli import verify as cli_verify
-from lightning_indexer.cli.common import DeviceOption, JsonOption, err
+from lightning_indexer.cli.common import DeviceOption, JsonOption, OneValue, err
 from lightning_indexer.cli.tables import Column, Table
 from lightning_indexer.cli.usual import USUAL
 from lightning_indexer.problems.cache_layout import CacheLayout
@@ -53,7 +53,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
             dispatch.get(name, "LIGHTNING_INDEXER_BACKEND")
 
 
-@app.command()
+@app.command(cls=OneValue)
 def info(as_json: JsonOption = False) -> None:
     """Devices, versions, backends, and what is missing with the command that installs it.
 
@@ -68,7 +68,7 @@ def info(as_json: JsonOption = False) -> None:
         err.print(f"[yellow]warning[/]: {line}")
 
 
-@app.command()
+@app.command(cls=OneValue)
 def explain(
     arch: Annotated[str | None, typer.Option(help="An arch, e.g. sm90; no such device is needed.")] = None,
     operation: Annotated[str, typer.Option(help=f"One of {', '.join(USUAL)}.")] = OPERATION,
@@ -125,7 +125,7 @@ def explain(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=OneValue)
 def plan(
     requests: Annotated[
         list[str], typer.Option("--request", "--requests", help="CONTEXT:NEW in tokens: cached before, and new.")
@@ -162,7 +162,7 @@ def plan(
         common.show(table)
 
 
-@app.command()
+@app.command(cls=OneValue)
 def demo(
     device: DeviceOption = None,
     picture: Annotated[Path, typer.Option(help="Where the picture of scores and windows goes.")] = Path("demo.png"),
@@ -186,17 +186,17 @@ def demo(
         raise typer.Exit(1)
 
 
-app.command()(cli_verify.verify)
-app.command()(cli_bench.bench)
-app.command()(cli_report.report)
-app.command()(cli_plot.plot)
-app.command()(cli_amd.resources)
-app.command()(cli_amd.disasm)
-app.command()(cli_amd.cost)
-app.command()(cli_prebuild.prebuild)
-app.command()(cli_cache.cache)
-app.command()(cli_engines.e2e)
-app.command("trace-diff")(cli_engines.trace_diff)
+app.command(cls=OneValue)(cli_verify.verify)
+app.command(cls=OneValue)(cli_bench.bench)
+app.command(cls=OneValue)(cli_report.report)
+app.command(cls=OneValue)(cli_plot.plot)
+app.command(cls=OneValue)(cli_amd.resources)
+app.command(cls=OneValue)(cli_amd.disasm)
+app.command(cls=OneValue)(cli_amd.cost)
+app.command(cls=OneValue)(cli_prebuild.prebuild)
+app.command(cls=OneValue)(cli_cache.cache)
+app.command(cls=OneValue)(cli_engines.e2e)
+app.command("trace-diff", cls=OneValue)(cli_engines.trace_diff)
 
 
 def _problem(operation: str, shape: str | None, heads: int, head_dim: int, form: str, k: int) -> Any:

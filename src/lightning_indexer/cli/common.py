@@ -16,6 +16,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typer.core import TyperCommand
 
 from lightning_indexer.amd.built import CompileError
 from lightning_indexer.arch import Arch, arch_of
@@ -46,6 +47,19 @@ SimulatedOption = Annotated[str, typer.Option("--arch", help=f"{SIMULATED_ARCHS}
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")]
 
 err = Console(stderr=True)
+
+
+class OneValue(TyperCommand):
+    """A command whose options that take one value are given once: the last of two would silently win."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            order: list[Any] = list(self.make_parser(ctx).parse_args(args=list(args))[2])
+            for parameter in order:
+                single = not getattr(parameter, "multiple", True) and not getattr(parameter, "is_flag", True)
+                if single and sum(other is parameter for other in order) > 1:
+                    raise typer.BadParameter("given more than once, and it takes one value", ctx, parameter)
+        return super().parse_args(ctx, args)
 
 
 def say(text: str = "") -> None:
