@@ -145,3 +145,37 @@ def test_calls_of_the_reference_are_public():
     assert lightning_indexer.__all__
     for name in lightning_indexer.__all__:
         assert getattr(lightning_indexer, name).__doc__ or name == "__version__", name
+
+
+# The project
+
+
+def test_the_address_is_the_same_everywhere():
+    [address] = re.findall(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"repo_url: {address}\n" in (ROOT / "mkdocs.yml").read_text()
+    others = [*PAGES, ROOT / "SECURITY.md", ROOT / ".github/ISSUE_TEMPLATE/config.yml", ROOT / "pyproject.toml"]
+    for path in others:
+        for found in re.findall(r"https://github\.com/[\w-]+/lightning-indexer\b", path.read_text()):
+            assert found == address, path
+
+
+def test_pythons_of_the_metadata_are_those_of_ci():
+    text = (ROOT / "pyproject.toml").read_text()
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    tested = re.search(r"python: \[(.*)\]", (ROOT / ".github/workflows/cpu.yml").read_text())
+    assert named == re.findall(r'"(.*?)"', tested[1]) == ["3.10", "3.11", "3.12", "3.13"]
+
+
+def test_the_sdist_has_what_it_names():
+    included = re.search(
+        r"tool.hatch.build.targets.sdist\]\ninclude = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL
+    )
+    for name in re.findall(r'"(.*?)"', included[1]):
+        assert (ROOT / name).exists(), name
+
+
+def test_versions_that_make_installs_are_pinned():
+    """What an extra of the project names has a line in constraints.txt."""
+    pinned = {line.split("=")[0].split(">")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    for name in ("mkdocs", "mkdocs-material", "mkdocstrings", "mkdocs-awesome-nav", "build", "twine", "hatchling"):
+        assert name in pinned, name
