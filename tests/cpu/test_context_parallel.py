@@ -1,0 +1,367 @@
+"""Keys or rows sharded over processes: bitwise the selection of one process.
+
+Operands are small integers, so that every sum is exact: scores do not depend on how a BLAS cuts its work, and many are
+equal. Each group of processes is started once, from a server that has imported PyTorch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_indexer import CacheLayout, fp8_mqa_logits, fp8_paged_mqa_logits, reference_top_k, top_k_per_row
+from lightning_indexer.check.cases import make_windows
+from lightning_indexer.distributed import (
+    CollectiveError,
+    KeySharding,
+    paged_top_k_of_sharded_keys,
+    top_k_of_sharded_keys,
+    top_k_of_sharded_rows,
+)
+from lightning_indexer.distributed.collectives import Group
+from lightning_indexer.distributed.merge import GATHER_BYTES, candidates, choose_exchange, merge_top_k
+from lightning_indexer.distributed.rows import rows_while_gathering
+
+CPU = torch.device("cpu")
+ROWS, KEYS, HEADS, DIM = 13, 67, 8, 32
+EXCHANGES = ("gather", "rows", "histogram")
+
+
+def shardings(keys: int, ranks: int) -> list[KeySharding]:
+    uneven = [[0, keys - 3, 3, 0], [keys, 0, 0, 0], [5, 0, 1, keys - 6]]
+    cut = [[*sizes[: ranks - 1], keys - sum(sizes[: ranks - 1])] for sizes in uneven]
+    return [
+        KeySharding.even(keys, ranks),
+        *map(KeySharding.contiguous, cut),
+        KeySharding.zigzag(keys, ranks),
+        KeySharding.interleaved(keys, ranks, 1),
+        KeySharding.interleaved(keys, ranks, 16),  # at four ranks the last page is cut, and one rank has fewer
+    ]
+
+
+def held(sharding: KeySharding, rank: int) -> torch.Tensor:
+    """Positions of a rank, counted out one by one."""
+    if sharding.page:
+        return torch.tensor([n for n in range(sharding.keys) if n // sharding.page % sharding.ranks == rank]).long()
+    runs = [torch.arange(first, first + size) for first, size in sharding.runs[rank]]
+    return torch.cat(runs)
+
+
+def take(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor, fp8 too."""
+    if tensor.dtype.itemsize > 1:
+        return tensor[at]
+    return tensor.view(torch.uint8)[at].view(tensor.dtype)
+
+
+def operands(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows * keys)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float()
+
+    q, k = integers(rows, HEADS, DIM).to(torch.float8_e4m3fn), integers(keys, DIM).to(torch.float8_e4m3fn)
+    scale = 2.0 ** torch.randint(-1, 2, (keys,), generator=generator)
+    return q, k, scale, integers(rows, HEADS) / 2
+
+
+# What each process checks.
+
+
+def check_numbering(rank: int, ranks: int) -> None:
+    for sharding in shardings(KEYS, ranks):
+        positions = held(sharding, rank)
+        assert sharding.size(rank) == len(positions)
+        at = torch.arange(len(positions), dtype=torch.int32)
+        assert torch.equal(sharding.position(at, rank).long(), positions)
+        assert sharding.position(torch.tensor([-1]), rank).tolist() == [-1]
+        every = torch.arange(-2, KEYS + 3, dtype=torch.int32)
+        below = (positions < every[:, None]).sum(1)
+        assert torch.equal(sharding.below(every, rank).long(), below)
+        expected = torch.where(torch.isin(every, positions), below, -1)
+        assert torch.equal(sharding.local(every, rank).long(), expected)
+        extremes = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)
+        assert sharding.below(extremes, rank).tolist() == [0, len(positions)]
+        end_to_end = torch.cat([held(sharding, other) for other in range(ranks)])
+        order = sharding.order(CPU)
+        assert torch.equal(end_to_end if order is None else end_to_end[order], torch.arange(KEYS))
+
+
+def check_merge(rank: int, ranks: int) -> None:
+    """Scores of every kind, few different ones: NaN, infinities, zeros of both signs, one score for all."""
+    group = Group(None, CPU, None)
+    generator = torch.Generator().manual_seed(3)
+    kinds = torch.tensor([float("nan"), float("-inf"), float("inf"), -0.0, 0.0, 1.5, -1.5, 1e-42])
+    scores = kinds[torch.randint(0, len(kinds), (ROWS, KEYS), generator=generator)]
+    scores[3], scores[4], scores[5] = float("nan"), 2.0, float("-inf")
+    scores[6] = torch.randn(KEYS, generator=generator)
+    for sharding in shardings(KEYS, ranks):
+        positions = held(sharding, rank)
+        for k in (1, 6, 40, 80):
+            mine = candidates(ROWS, k, CPU)
+            top_k_per_row(scores[:, positions], k, values=mine.values, out=mine.indices)
+            mine.indices.copy_(sharding.position(mine.indices, rank))
+            for order in ("index", "score"):
+                expected, expected_values = reference_top_k(scores, k, order=order)
+                for exchange in EXCHANGES:
+                    found, values = merge_top_k(
+                        mine, group, ascending=sharding.ascending, keys=KEYS, order=order, values=True, exchange=exchange
+                    )
+                    assert torch.equal(found, expected), (sharding, k, order, exchange)
+                    assert torch.equal(values + 0.0, expected_values), (sharding, k, order, exchange)
+                    assert values.isneginf()[found < 0].all()
+
+
+def check_keys(rank: int, ranks: int) -> None:
+    q, k, scale, weights = operands(ROWS, KEYS)
+    for window, size in (("misaligned", 9), ("empty", 40), ("past_end", 80)):
+        ks, ke = make_windows(window, ROWS, KEYS, CPU)
+        logits = fp8_mqa_logits(q, (k, scale), weights, ks, ke)
+        for sharding in shardings(KEYS, ranks):
+            at = held(sharding, rank)
+            kv = take(k, at), scale[at]
+            for starts in (ks, None):
+                windows = sharding.windows(starts, ke, rank)
+                for base, order, exchange, budget in (
+                    ("row", "index", None, None), ("absolute", "score", "rows", 1200), ("row", "index", "histogram", 1),
+                ):  # fmt: skip
+                    first = torch.zeros_like(ks) if starts is None else ks
+                    whole = logits if starts is not None else fp8_mqa_logits(q, (k, scale), weights, first, ke)
+                    expected, expected_values = top_k_per_row(
+                        whole, size, first, ke, index_base=base, order=order, values=True
+                    )
+                    found, values = top_k_of_sharded_keys(
+                        q, kv, weights, windows, size, sharding=sharding, index_base=base, order=order, values=True,
+                        exchange=exchange, logits_bytes=budget,
+                    )  # fmt: skip
+                    assert torch.equal(found, expected), (window, sharding, base, exchange)
+                    assert torch.equal(values, expected_values), (window, sharding, base, exchange)
+    # Equal scores on both sides of every boundary: the smaller positions, whoever holds them.
+    nothing = torch.zeros_like(weights)
+    for sharding in shardings(KEYS, ranks):
+        at = held(sharding, rank)
+        windows = sharding.windows(None, torch.full((ROWS,), KEYS, dtype=torch.int32), rank)
+        for exchange in EXCHANGES:
+            found = top_k_of_sharded_keys(
+                q, (take(k, at), scale[at]), nothing, windows, 40, sharding=sharding, exchange=exchange
+            )
+            assert torch.equal(found, torch.arange(40, dtype=torch.int32).expand(ROWS, -1))
+    none = KeySharding.even(KEYS, ranks)
+    at = held(none, rank)
+    empty = none.windows(None, torch.zeros(0, dtype=torch.int32), rank)
+    found = top_k_of_sharded_keys(q[:0], (take(k, at), scale[at]), weights[:0], empty, 4, sharding=none)
+    assert found.shape == (0, 4)
+
+
+def check_rows(rank: int, ranks: int) -> None:
+    q, k, scale, weights = operands(ROWS, KEYS)
+    for window, size in (("misaligned", 9), ("past_end", 80)):
+        ks, ke = make_windows(window, ROWS, KEYS, CPU)
+        whole = top_k_per_row(fp8_mqa_logits(q, (k, scale), weights, ks, ke), size, ks, ke, values=True)
+        ranked = top_k_per_row(
+            fp8_mqa_logits(q, (k, scale), weights, ks, ke), size, ks, ke, order="score", index_base="absolute"
+        )
+        # Rows by zig-zag halves; one rank without any; in any order.
+        chunks = torch.arange(ROWS).tensor_split(2 * ranks)
+        zigzag = torch.cat((chunks[rank], chunks[-1 - rank]))
+        for mine in (zigzag, zigzag.flip(0) if rank else zigzag[:0]):
+            for sharding in shardings(KEYS, ranks):
+                at = held(sharding, rank)
+                given = take(q, mine), (take(k, at), scale[at, None]), weights[mine], ks[mine], ke[mine]
+                for pieces, budget in ((None, None), (0, 1200), (2, 1)):
+                    options = {"sharding": sharding, "rows_in_pieces": pieces, "logits_bytes": budget}
+                    found, values = top_k_of_sharded_rows(*given, size, values=True, **options)
+                    assert torch.equal(found, whole[0][mine]), (window, sharding, pieces)
+                    assert torch.equal(values, whole[1][mine]), (window, sharding, pieces)
+                found = top_k_of_sharded_rows(
+                    *given, size, order="score", index_base="absolute", sharding=sharding, rows_in_pieces=1
+                )
+                assert torch.equal(found, ranked[mine])
+
+
+def check_paged(rank: int, ranks: int) -> None:
+    page, batch, next_n, longest = 4, 3, 2, 40
+    lengths = torch.tensor([37, 0, 21], dtype=torch.int32)
+    q, _, _, weights = operands(batch * next_n, 1)
+    q = q.view(batch, next_n, HEADS, DIM)
+    _, k, scale, _ = operands(1, batch * longest)
+    layout = CacheLayout(page, DIM)
+    pages = longest // page
+    tables = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1)).view(batch, pages).int()
+
+    def cache_of(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A pool with these positions of each sequence, and its tables."""
+        filled = -(-max(1, len(positions)) // page)
+        keys = torch.full((batch, filled * page, DIM), 0x7F, dtype=torch.uint8)  # NaN where nothing is held
+        scales = torch.full((batch, filled * page), float("nan"))
+        for b in range(batch):
+            keys[b, : len(positions)] = k.view(torch.uint8)[b * longest + positions]
+            scales[b, : len(positions)] = scale[b * longest + positions]
+        order = torch.argsort(tables[:, :filled].reshape(-1))
+        blocks = (t.reshape(batch * filled, page, *t.shape[2:])[order] for t in (keys, scales))
+        packed, scales_of_pages = blocks
+        table = torch.argsort(order).view(batch, filled).int()
+        return layout.pack(packed.view(torch.float8_e4m3fn), scales_of_pages), table
+
+    pool, table = cache_of(torch.arange(longest))
+    for context in (lengths, torch.tensor([[5, 37], [1, 0], [40, 21]], dtype=torch.int32)):
+        whole = fp8_paged_mqa_logits(q, pool, weights, context, table, longest)
+        rows = context.reshape(-1) if context.dim() == 2 else (context[:, None] + torch.tensor([-1, 0])).reshape(-1)
+        for size in (6, 50):
+            expected, expected_values = top_k_per_row(whole, size, None, rows.int(), values=True)
+            for sharding in (
+                KeySharding.interleaved(longest, ranks, page),
+                KeySharding.interleaved(longest, ranks, 1),
+                KeySharding.contiguous([8, *[0] * (ranks - 2), longest - 8]),
+                KeySharding.zigzag(longest, ranks),
+            ):
+                mine, local_table = cache_of(held(sharding, rank))
+                local = sharding.lengths(context, next_n, rank)
+                found, values = paged_top_k_of_sharded_keys(
+                    q, mine, weights, local, local_table, max(1, sharding.size(rank)), size, sharding=sharding,
+                    values=True,
+                )  # fmt: skip
+                assert torch.equal(found, expected), (sharding, size)
+                assert torch.equal(values, expected_values), (sharding, size)
+                read = sharding.local(found, rank)
+                assert torch.equal((read >= 0) & (found >= 0), read >= 0)
+                assert torch.equal(sharding.position(read, rank)[read >= 0], found[read >= 0])
+
+
+def check_errors(rank: int, ranks: int) -> None:
+    q, k, scale, weights = operands(ROWS, KEYS)
+    sharding = KeySharding.even(KEYS, ranks + 1)
+    ends = torch.full((ROWS,), KEYS, dtype=torch.int32)
+    windows = sharding.windows(None, ends, rank)
+    message = rf"sharding: got one of {ranks + 1} ranks, expected {ranks}"
+    with pytest.raises(ValueError, match=message):
+        top_k_of_sharded_keys(q, (k, scale), weights, windows, 4, sharding=sharding)
+    sharding = KeySharding.even(KEYS, ranks)
+    with pytest.raises(ValueError, match=rf"k: got shape \[{KEYS}, {DIM}\], expected \[{sharding.size(rank)}, D\]"):
+        top_k_of_sharded_rows(q, (k, scale), weights, ends - ends, ends, 4, sharding=sharding)
+    at = held(sharding, rank)
+    with pytest.raises(ValueError, match="exchange: got 'ring', expected one of gather, rows, histogram"):
+        top_k_of_sharded_keys(
+            q, (take(k, at), scale[at]), weights, sharding.windows(None, ends, rank), 4, sharding=sharding,
+            exchange="ring",
+        )  # fmt: skip
+
+
+CHECKS: tuple[Callable[[int, int], None], ...] = (
+    check_numbering, check_merge, check_keys, check_rows, check_paged, check_errors,
+)  # fmt: skip
+
+
+def check_all(rank: int, ranks: int) -> None:
+    for check in CHECKS:
+        check(rank, ranks)
+
+
+def check_late(rank: int, ranks: int) -> None:
+    """Rank 1 stays away from the first call, and is gone at the second: rank 0 hears of both in time."""
+    q, k, scale, weights = operands(ROWS, KEYS)
+    sharding = KeySharding.even(KEYS, ranks)
+    at = held(sharding, rank)
+    ends = torch.full((ROWS,), KEYS, dtype=torch.int32)
+    if rank == 1:
+        time.sleep(1.0)
+        return
+    begun = time.monotonic()
+    with pytest.raises(CollectiveError, match=r"keys of rank 1: rank 0 of 2 waited in vain, timeout 0.3 s: another"):
+        top_k_of_sharded_rows(
+            q, (take(k, at), scale[at]), weights, ends - ends, ends, 4, sharding=sharding, timeout=0.3
+        )
+    assert time.monotonic() - begun < 10
+    with pytest.raises(CollectiveError, match=r"all-gather of the candidates: rank 0 of 2 waited in vain, timeout 20 s"):
+        top_k_of_sharded_keys(
+            q, (take(k, at), scale[at]), weights, sharding.windows(None, ends, rank), 4, sharding=sharding
+        )
+    assert time.monotonic() - begun < 10
+
+
+# Processes.
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[multiprocessing.context.ForkServerContext]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "lightning_indexer.distributed"])
+    yield context
+
+
+def in_group(rank: int, ranks: int, path: str, check: Callable[[int, int], None]) -> None:
+    import datetime
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=20)
+    )
+    check(rank, ranks)
+    if check is not check_late:  # whose group is broken
+        dist.destroy_process_group()
+
+
+def over(server, ranks: int, check: Callable[[int, int], None], tmp_path) -> None:
+    given = [(rank, ranks, str(tmp_path / "group"), check) for rank in range(ranks)]
+    processes = [server.Process(target=in_group, args=arguments) for arguments in given]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_results_are_those_of_one_process(server, ranks, tmp_path):
+    over(server, ranks, check_all, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_stays_away_is_named_with_the_timeout(server, tmp_path):
+    over(server, 2, check_late, tmp_path)
+
+
+# Without processes.
+
+
+def test_the_exchange_is_chosen_by_bytes():
+    assert choose_exchange(64, 2048, 2) == "gather"
+    assert choose_exchange(64, 2048, 64) == "rows"
+    assert choose_exchange(4096, 2048, 2) == "rows"
+    assert choose_exchange(GATHER_BYTES // 8 // 4, 1, 4) == "gather"
+
+
+def test_rows_scored_while_keys_arrive():
+    assert rows_while_gathering(10, 64, 128) == 10
+    fast, slow = (rows_while_gathering(1 << 20, 64, 128, rate) for rate in (200e9, 50e9))
+    assert 64 <= fast < slow <= 512
+    assert rows_while_gathering(1 << 20, 32, 128) > fast
+
+
+def test_shardings_are_checked():
+    with pytest.raises(ValueError, match="sizes: got -1 for rank 1, expected at least 0"):
+        KeySharding.contiguous([3, -1])
+    with pytest.raises(ValueError, match="page: got 0, expected at least 1"):
+        KeySharding.interleaved(8, 2, 0)
+    with pytest.raises(ValueError, match="keys: got 4294967296, expected 0 to 2147483647"):
+        KeySharding.even(2**32, 2)
+    with pytest.raises(ValueError, match="ranks: got 0, expected at least 1"):
+        KeySharding.interleaved(8, 0)
+    assert KeySharding.even(10, 4).sizes == [3, 3, 3, 1]
+    assert KeySharding.even(9, 4).sizes == [3, 3, 3, 0]
+    assert KeySharding.zigzag(9, 2).runs == (((0, 3), (7, 2)), ((3, 2), (5, 2)))
+    assert KeySharding.interleaved(10, 3, 2).sizes == [4, 4, 2]
+
+
+def test_a_group_is_needed():
+    sharding = KeySharding.even(KEYS, 1)
+    q, k, scale, weights = operands(ROWS, KEYS)
+    windows = sharding.windows(None, torch.full((ROWS,), KEYS, dtype=torch.int32), 0)
+    with pytest.raises(RuntimeError, match="group: torch.distributed is not initialised"):
+        top_k_of_sharded_keys(q, (k, scale), weights, windows, 4, sharding=sharding)
