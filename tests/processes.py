@@ -52,7 +52,7 @@ def _member(rank: int, ranks: int, path: str, check: Callable[[int, int], None])
 
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=20)
+    limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=limit)
     try:
         check(rank, ranks)

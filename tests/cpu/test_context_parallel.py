@@ -12,7 +12,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_indexer import CacheLayout, fp8_mqa_logits, fp8_paged_mqa_logits, reference_top_k, top_k_per_row
+from lightning_indexer import (
+    Arch,
+    CacheLayout,
+    MqaLogitsProblem,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    reference_top_k,
+    top_k_per_row,
+)
+from lightning_indexer.backends.torch_blocked import config as torch_blocked
 from lightning_indexer.check.cases import make_windows
 from lightning_indexer.distributed import (
     CollectiveError,
@@ -23,7 +32,8 @@ from lightning_indexer.distributed import (
 )
 from lightning_indexer.distributed.collectives import Group
 from lightning_indexer.distributed.merge import GATHER_BYTES, candidates, choose_exchange, merge_top_k
-from lightning_indexer.distributed.rows import rows_while_gathering
+from lightning_indexer.distributed.rows import rows_while_gathering, steps_of_pieces
+from lightning_indexer.distributed.sharding import landing, locate
 from processes import in_gloo_group
 
 CPU = torch.device("cpu")
@@ -86,9 +96,19 @@ def check_numbering(rank: int, ranks: int) -> None:
         assert torch.equal(sharding.local(every, rank).long(), expected)
         extremes = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)
         assert sharding.below(extremes, rank).tolist() == [0, len(positions)]
-        end_to_end = torch.cat([held(sharding, other) for other in range(ranks)])
-        order = sharding.order(CPU)
-        assert torch.equal(end_to_end if order is None else end_to_end[order], torch.arange(KEYS))
+        # Every rank's keys where they land in a buffer of all, and found there by position.
+        buffer = torch.full((KEYS,), -1)
+        for other in range(ranks):
+            parts = held(sharding, other).split([size for _, size in landing(sharding, other)])
+            for (first, size), part in zip(landing(sharding, other), parts, strict=True):
+                buffer[first : first + size] = part
+        assert torch.equal(buffer.sort().values, torch.arange(KEYS))
+        for some in (tuple(range(ranks)), (rank,), (0, ranks - 1)):
+            found = locate(sharding, some, CPU)
+            mine = torch.cat([held(sharding, other) for other in sorted(set(some))]).sort().values
+            assert torch.equal(found.positions.long(), mine)
+            first, size = found.span
+            assert torch.equal(buffer[first : first + size] if found.places is None else buffer[found.places], mine)
 
 
 def check_merge(rank: int, ranks: int) -> None:
@@ -171,7 +191,7 @@ def check_rows(rank: int, ranks: int) -> None:
             for sharding in shardings(KEYS, ranks):
                 at = held(sharding, rank)
                 given = take(q, mine), (take(k, at), scale[at, None]), weights[mine], ks[mine], ke[mine]
-                for pieces, budget in ((None, None), (2, 2400)):
+                for pieces, budget in ((ROWS, None), (2, 2400)):
                     options = {"sharding": sharding, "rows_in_pieces": pieces, "logits_bytes": budget}
                     found, values = top_k_of_sharded_rows(*given, size, values=True, **options)
                     assert torch.equal(found, whole[0][mine]), (window, sharding, pieces)
@@ -250,8 +270,48 @@ def check_errors(rank: int, ranks: int) -> None:
         )  # fmt: skip
 
 
+def peak_bytes(call: Callable[[], object]) -> int:
+    """What a call holds of PyTorch's memory at most, by every allocation of every thread."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def check_memory(rank: int, ranks: int) -> None:
+    """A rank needs its shard and a workspace: the logits that it asked for, what the CPU's kernel takes, candidates."""
+    if ranks != 2:
+        return
+    rows, keys, k, logits_bytes = 64, 1 << 15, 64, 1 << 18
+    q, all_keys, scale, weights = operands(rows, keys)
+    sharding = KeySharding.even(keys, ranks)
+    at = held(sharding, rank)
+    kv = take(all_keys, at), scale[at]
+    windows = sharding.windows(None, torch.full((rows,), keys, dtype=torch.int32), rank)
+    block = torch_blocked.heuristic(MqaLogitsProblem(rows, len(at), HEADS, DIM), Arch.parse("cpu"))
+    kernel = 4 * len(at) * DIM + 4 * block.block_rows * HEADS * block.block_keys  # keys and scores in float32
+    list_bytes = 8 * rows * k
+    for exchange in EXCHANGES:
+
+        def call(exchange: str = exchange) -> None:
+            top_k_of_sharded_keys(
+                q, kv, weights, windows, k, sharding=sharding, exchange=exchange, logits_bytes=logits_bytes
+            )
+
+        if rank:
+            call()
+            continue
+        peak = peak_bytes(call)
+        assert logits_bytes < peak < logits_bytes + kernel + 8 * ranks * list_bytes + 2**18, (exchange, peak)
+        assert peak < 4 * rows * keys // 2  # half of what the logits of one device take
+
+
 CHECKS: tuple[Callable[[int, int], None], ...] = (
-    check_numbering, check_merge, check_keys, check_rows, check_paged, check_errors,
+    check_numbering, check_merge, check_keys, check_rows, check_paged, check_errors, check_memory,
 )  # fmt: skip
 
 
@@ -275,7 +335,7 @@ def check_late(rank: int, ranks: int) -> None:
             q, (take(k, at), scale[at]), weights, ends - ends, ends, 4, sharding=sharding, timeout=0.3
         )
     assert time.monotonic() - begun < 10
-    with pytest.raises(CollectiveError, match=r"all-gather of the candidates: rank 0 of 2 waited in vain, timeout 20 s"):
+    with pytest.raises(CollectiveError, match=r"all-gather of the candidates: rank 0 of 2 waited in vain, timeout 60 s"):
         top_k_of_sharded_keys(
             q, (take(k, at), scale[at]), weights, sharding.windows(None, ends, rank), 4, sharding=sharding
         )
@@ -304,10 +364,15 @@ def test_the_exchange_is_chosen_by_bytes():
 
 
 def test_rows_scored_while_keys_arrive():
-    assert rows_while_gathering(10, 64, 128) == 10
-    fast, slow = (rows_while_gathering(1 << 20, 64, 128, rate) for rate in (200e9, 50e9))
-    assert 64 <= fast < slow <= 512
-    assert rows_while_gathering(1 << 20, 32, 128) > fast
+    million = 1 << 20
+    assert rows_while_gathering(10, million, 64, 128, 2) == 10
+    assert rows_while_gathering(million, million, 64, 128, 1) == 0
+    assert rows_while_gathering(million, 4096, 64, 128, 2) == 0  # there before a piece is launched
+    two, eight, narrow = (rows_while_gathering(million, million, *of) for of in ((64, 128, 2), (64, 128, 8), (32, 128, 8)))
+    assert 64 <= two <= eight <= narrow <= 512
+    assert [len(steps_of_pieces(ranks)) for ranks in (1, 2, 3, 4, 8, 64)] == [1, 2, 2, 3, 4, 7]
+    for ranks in (1, 2, 7, 8, 64):
+        assert [step for steps in steps_of_pieces(ranks) for step in steps] == list(range(ranks))
 
 
 def test_shardings_are_checked():

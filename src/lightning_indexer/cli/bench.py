@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lightning_indexer.check.cases import PERFORMANCE_SHAPES, WINDOWS
 from lightning_indexer.cli import common
+from lightning_indexer.cli import distributed as cli_distributed
 from lightning_indexer.cli.common import err, out
 from lightning_indexer.problems.mqa_logits import FORMS, OPERATION
 from lightning_indexer.problems.top_k import MAX_K
@@ -59,14 +60,21 @@ def bench(
             "--tune", help="Time tile configs around each heuristic's choice instead; writes nothing. Scoring only."
         ),
     ] = False,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="Context parallelism instead, under torchrun; --forms rows,keys,decode.")
+    ] = False,
 ) -> None:
     """Time backends and peers in one run, after checking each result against the oracle.
 
     Examples: `lightning-indexer bench --device cuda --heads 32,64`,
     `lightning-indexer bench --device cpu --shapes 1024x8192 --heads 32 --forms clean`,
     `lightning-indexer bench --operation top_k_per_row --shapes prefill`,
+    `torchrun --nproc-per-node 2 -m lightning_indexer bench --distributed`,
     `lightning-indexer bench --tune --backend cuda-sm90 --shapes 4096x32768 --forms noclean`
     """
+    if distributed:
+        cli_distributed.bench(device, shapes, heads, k, forms, budget_ms, results, _command())
+        return
     common.one_of("--operation", operation, OPERATIONS)
     scoring = {"--heads": heads, "--head-dim": head_dim, "--forms": forms, "--tune": tune or None}
     foreign = scoring if operation == TOP_K else {"--k": k}

@@ -69,18 +69,21 @@ class Group:
         return summand
 
     def exchange(
-        self, sends: Sequence[torch.Tensor], to: int, receives: Sequence[torch.Tensor], source: int, what: str
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], what: str
     ) -> Callable[[], None]:
-        """Starts to send to one rank and to receive from one; the result waits. Empty tensors do not travel."""
+        """Starts to send tensors to ranks and to receive from ranks; the result waits. Empty tensors do not travel."""
         import torch.distributed as dist
 
-        peer = [dist.get_global_rank(self.group, rank) for rank in (to, source)]
-        steps = [(dist.isend, tensor, peer[0]) for tensor in sends if tensor.numel()]
-        steps += [(dist.irecv, tensor, peer[1]) for tensor in receives if tensor.numel()]
+        operations = [
+            dist.P2POp(operation, tensor, dist.get_global_rank(self.group, rank), self.group)
+            for operation, parts in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor, rank in parts
+            if tensor.numel()
+        ]
         works: list[Any] = []
-        if steps:
+        if operations:
             with self._named(what):
-                works = dist.batch_isend_irecv([dist.P2POp(op, tensor, at, self.group) for op, tensor, at in steps])
+                works = dist.batch_isend_irecv(operations)
 
         def wait() -> None:
             with self._named(what):

@@ -1,11 +1,13 @@
 """Rows sharded over the ranks: each scores its own against all keys, which are on their way. Prefill context parallelism.
 
-Every rank sends its keys to every other, in P - 1 steps that are all under way from the start. Meanwhile some rows are
-scored shard by shard, this rank's own first, the others' as they arrive, and the candidates of the shards are merged.
-By then all keys are here: the rest of the rows takes them in one call, as one device would.
+Every rank sends its keys to every other. They arrive in pieces: this rank's own shard is one, then two shards, four,
+and so on, all under way from the start. Meanwhile some rows are scored piece by piece as each arrives, and the
+candidates of the pieces are merged. By then all keys are here: the rest of the rows takes them in one call, as one
+device would.
 
-The rows that are scored in pieces are few on purpose. They cost a selection a shard, and a kernel that takes every
-multiprocessor runs as long as the last of them, which a transfer may hold.
+A row is scored in half the time that its keys take to arrive, or less, so that each piece covers the next, twice as
+large. The rows that are scored in pieces are few on purpose. They cost a selection a piece, and a kernel that takes
+every multiprocessor runs as long as the last of them, which a transfer may hold.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from lightning_indexer.distributed.collectives import Group
 from lightning_indexer.distributed.keys import rebased
 from lightning_indexer.distributed.merge import of_packed, select_among
 from lightning_indexer.distributed.selection import score_and_select
-from lightning_indexer.distributed.sharding import KeySharding, LocalWindows
+from lightning_indexer.distributed.sharding import KeySharding, LocalWindows, Located, landing, locate
 from lightning_indexer.problems.top_k import Order
 
 if TYPE_CHECKING:
@@ -29,13 +31,17 @@ if TYPE_CHECKING:
 BYTES_PER_SECOND = 200e9
 # What scoring reaches there, docs/kernels/cuda_sm90.md, rounded down.
 FLOP_PER_SECOND = 1.0e15
+# A piece costs a launch, a selection and its share of the merge.
+PIECE_SECONDS = 15e-6
 _ROW_STEP = 64
 
 
-def rows_while_gathering(rows: int, heads: int, head_dim: int, bytes_per_second: float = BYTES_PER_SECOND) -> int:
-    """Rows whose scoring takes twice as long as the keys are on their way, at least; N cancels out."""
-    seconds_per_key = 2 * (head_dim + 4) / bytes_per_second
-    needed = seconds_per_key * FLOP_PER_SECOND / (2 * heads * head_dim)
+def rows_while_gathering(rows: int, keys: int, heads: int, head_dim: int, ranks: int) -> int:
+    """Rows whose scoring takes twice as long as the keys are on their way; none where the pieces would take longer."""
+    arrival = keys * (head_dim + 4) * (ranks - 1) / ranks / BYTES_PER_SECOND
+    if arrival <= len(steps_of_pieces(ranks)) * PIECE_SECONDS:
+        return 0
+    needed = 2 * arrival * FLOP_PER_SECOND / (2 * heads * head_dim * keys)
     return min(rows, -(-int(needed + 1) // _ROW_STEP) * _ROW_STEP)
 
 
@@ -84,35 +90,39 @@ def top_k_of_sharded_rows(
     team.expect(sharding.ranks)
     rows = q.shape[0]
     if rows_in_pieces is None:
-        rows_in_pieces = rows_while_gathering(rows, *q.shape[1:])
+        rows_in_pieces = rows_while_gathering(rows, sharding.keys, *q.shape[1:], team.ranks)
     early = max(0, rows - rows_in_pieces)
     arriving = _gather(kv, sharding, team)
-    windows = sharding_of_one(sharding.keys).windows(cu_seqlen_ks, cu_seqlen_ke, 0)
     indices = torch.empty((rows, k), dtype=torch.int32, device=q.device)
     scores = torch.empty((rows, k), dtype=torch.float32, device=q.device) if values else None
 
     last = slice(early, rows)
-    packed = torch.empty((team.ranks, 2, rows - early, k), dtype=torch.int32, device=q.device)
-    for step in range(team.ranks):
-        rank = (team.rank - step) % team.ranks
-        arriving.waits[step]()
-        found = of_packed(packed[rank])
-        local = sharding.windows(cu_seqlen_ks[last], cu_seqlen_ke[last], rank)
+    packed = torch.empty((len(arriving.pieces), 2, rows - early, k), dtype=torch.int32, device=q.device)
+    for piece, into in zip(arriving.pieces, packed, strict=True):
+        piece.wait()
+        if rows == early:
+            continue
+        found = of_packed(into)
+        positions = piece.keys.positions
+        starts, ends = (torch.searchsorted(positions, bound[last].reshape(-1), out_int32=True)
+                        for bound in (cu_seqlen_ks, cu_seqlen_ke))  # fmt: skip
         score_and_select(
-            q[last], arriving.shard(rank), weights[last], local, found.indices, found.values,
-            logits_bytes=logits_bytes, backend=backend,
+            q[last], arriving.of(piece.keys), weights[last], LocalWindows(starts, ends, None, None), found.indices,
+            found.values, logits_bytes=logits_bytes, backend=backend,
         )  # fmt: skip
-        if local.numbering is None:
-            found.indices.copy_(sharding.position(found.indices, rank))
-    merged, merged_scores = select_among(packed, k, ascending=sharding.ascending, order=order, values=values)
+        if positions.numel():
+            found.indices.copy_(torch.where(found.indices < 0, -1, positions[found.indices.clamp(min=0).long()]))
+    merged, merged_scores = select_among(packed, k, ascending=team.ranks == 1, order=order, values=values)
     indices[last] = merged
     if scores is not None and merged_scores is not None:
         scores[last] = merged_scores
 
+    windows = sharding_of_one(sharding.keys).windows(cu_seqlen_ks, cu_seqlen_ke, 0)
     first = slice(0, early)
     if early:
+        every = locate(sharding, tuple(range(team.ranks)), q.device)
         score_and_select(
-            q[first], arriving.in_order(sharding), weights[first], windows.rows(first), indices[first],
+            q[first], arriving.of(every), weights[first], windows.rows(first), indices[first],
             None if scores is None else scores[first], order=order, logits_bytes=logits_bytes, backend=backend,
         )  # fmt: skip
     indices = rebased(indices, windows.origins, index_base)
@@ -124,48 +134,66 @@ def sharding_of_one(keys: int) -> KeySharding:
     return KeySharding.contiguous([keys])
 
 
+class _Piece(NamedTuple):
+    """Keys that arrive together."""
+
+    keys: Located
+    wait: Callable[[], None]
+
+
 class _Arriving(NamedTuple):
-    """The keys of all ranks, shards end to end; ``waits[s]`` waits for those of the rank s places before this one."""
+    """The keys of all ranks where they land; they are there when their piece has been waited for."""
 
     k: torch.Tensor
     kv_scale: torch.Tensor
-    firsts: list[int]
-    waits: list[Callable[[], None]]
+    pieces: list[_Piece]
 
-    def shard(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = slice(self.firsts[rank], self.firsts[rank + 1])
-        return self.k[keys], self.kv_scale[keys]
+    def of(self, keys: Located) -> tuple[torch.Tensor, torch.Tensor]:
+        """These keys by position: copied, unless they lie so."""
+        if keys.places is None:
+            some = slice(keys.span[0], sum(keys.span))
+            return self.k[some], self.kv_scale[some]
+        k = self.k.view(torch.uint8).index_select(0, keys.places).view(self.k.dtype)
+        return k, self.kv_scale.index_select(0, keys.places)
 
-    def in_order(self, sharding: KeySharding) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys by position: copied, unless they lie so."""
-        order = sharding.order(self.k.device)
-        if order is None:
-            return self.k, self.kv_scale
-        k = self.k.view(torch.uint8).index_select(0, order).view(self.k.dtype)
-        return k, self.kv_scale.index_select(0, order)
+
+def steps_of_pieces(ranks: int) -> list[range]:
+    """How many places before its own the ranks of each piece are: itself, two, four, eight, …"""
+    pieces = [range(1)]
+    while pieces[-1].stop < ranks:
+        first = pieces[-1].stop
+        pieces.append(range(first, min(first + 2 * len(pieces[-1]), ranks)))
+    return pieces
 
 
 def _gather(kv: tuple[torch.Tensor, torch.Tensor], sharding: KeySharding, team: Group) -> _Arriving:
     k, kv_scale = (t.wait() if hasattr(t, "wait") and hasattr(t, "elem") else t for t in kv)
     kv_scale = kv_scale.reshape(-1)
-    sizes = sharding.sizes
-    if k.dim() != 2 or k.shape[0] != sizes[team.rank]:
-        raise ValueError(f"k: got shape {list(k.shape)}, expected [{sizes[team.rank]}, D], this rank's of the sharding")
-    if kv_scale.shape[0] != k.shape[0]:
-        raise ValueError(f"kv_scale: got {kv_scale.shape[0]} scales, expected {k.shape[0]}, one a key")
-    firsts = [0]
-    for size in sizes:
-        firsts.append(firsts[-1] + size)
-    whole = _Arriving(k.new_empty((firsts[-1], k.shape[1])), kv_scale.new_empty(firsts[-1]), firsts, [])
+    size = sharding.size(team.rank)
+    if k.dim() != 2 or k.shape[0] != size:
+        raise ValueError(f"k: got shape {list(k.shape)}, expected [{size}, D], this rank's of the sharding")
+    if kv_scale.shape[0] != size:
+        raise ValueError(f"kv_scale: got {kv_scale.shape[0]} scales, expected {size}, one a key")
+    whole = _Arriving(k.new_empty((sharding.keys, k.shape[1])), kv_scale.new_empty(sharding.keys), [])
     # fp8 travels as bytes: not every transport knows it.
-    as_bytes = whole.k.view(torch.uint8)
-    own = slice(firsts[team.rank], firsts[team.rank + 1])
-    as_bytes[own].copy_(k.view(torch.uint8))
-    whole.kv_scale[own].copy_(kv_scale)
-    whole.waits.append(lambda: None)
-    for step in range(1, team.ranks):
-        to, source = (team.rank + step) % team.ranks, (team.rank - step) % team.ranks
-        theirs = slice(firsts[source], firsts[source + 1])
-        parts = [(as_bytes[some], whole.kv_scale[some]) for some in (own, theirs)]
-        whole.waits.append(team.exchange(parts[0], to, parts[1], source, f"keys of rank {source}"))
+    whole_bytes, own_bytes = whole.k.view(torch.uint8), k.contiguous().view(torch.uint8)
+
+    def landing_of(rank: int) -> list[torch.Tensor]:
+        spans = [slice(first, first + count) for first, count in landing(sharding, rank)]
+        return [buffer[span] for span in spans for buffer in (whole_bytes, whole.kv_scale)]
+
+    own = landing_of(team.rank)
+    done = 0
+    for keys_part, scales_part in zip(own[::2], own[1::2], strict=True):
+        some = slice(done, done + scales_part.shape[0])
+        keys_part.copy_(own_bytes[some])
+        scales_part.copy_(kv_scale[some])
+        done = some.stop
+    for steps in steps_of_pieces(team.ranks):
+        sources = [(team.rank - step) % team.ranks for step in steps]
+        sends = [(part, (team.rank + step) % team.ranks) for step in steps if step for part in own]
+        receives = [(part, rank) for rank in sources if rank != team.rank for part in landing_of(rank)]
+        named = f"keys of rank {', '.join(map(str, sources))}"
+        keys = locate(sharding, tuple(sources), k.device)
+        whole.pieces.append(_Piece(keys, team.exchange(sends, receives, named)))
     return whole

@@ -6,6 +6,7 @@ scores, by position, is the order of local indices.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -179,18 +180,48 @@ class KeySharding:
             context_lens = context_lens[:, None] + step
         return self.below(context_lens, rank)
 
-    def order(self, device: torch.device) -> torch.Tensor | None:
-        """int64 [N]: where each position lies in the shards laid end to end; None where that is the position."""
-        if self.ascending:
-            return None
-        positions = torch.arange(self.keys, device=device)
-        found = torch.empty_like(positions)
-        first = 0
-        for rank, size in enumerate(self.sizes):
-            at = torch.arange(size, device=device)
-            found[self.position(at, rank)] = at + first
-            first += size
-        return found
+
+class Located(NamedTuple):
+    """The keys of some ranks, by position, in a buffer of all keys.
+
+    Attributes:
+        positions: int32, ascending.
+        places: int64, where each lies in the buffer; None where they lie one after the other, in ``span``.
+        span: first place and number.
+    """
+
+    positions: torch.Tensor
+    places: torch.Tensor | None
+    span: tuple[int, int]
+
+
+def landing(sharding: KeySharding, rank: int) -> list[tuple[int, int]]:
+    """Where a rank's keys go in a buffer of all keys, as (first, number) in the order of its own numbering.
+
+    Runs go to their positions, pages to the shards end to end: single pages would travel one by one.
+    """
+    if not sharding.page:
+        return [run for run in sharding.runs[rank] if run[1]]
+    return [(sum(sharding.size(other) for other in range(rank)), sharding.size(rank))]
+
+
+@functools.lru_cache(maxsize=64)
+def locate(sharding: KeySharding, ranks: tuple[int, ...], device: torch.device) -> Located:
+    """The keys of these ranks by position: tables that all layers of a step share."""
+    positions, places = [], []
+    for rank in ranks:
+        local = torch.arange(sharding.size(rank), device=device)
+        positions.append(sharding.position(local, rank))
+        places += [torch.arange(first, first + size, device=device) for first, size in landing(sharding, rank)]
+    ascending, order = torch.cat(positions).sort()
+    spans: list[tuple[int, int]] = []
+    for first, size in sorted(span for rank in ranks for span in landing(sharding, rank)):
+        if spans and sum(spans[-1]) == first:
+            first, size = spans[-1][0], spans.pop()[1] + size
+        spans.append((first, size))
+    if len(spans) <= 1 and (not sharding.page or len(ranks) == 1):
+        return Located(ascending.int(), None, spans[0] if spans else (0, 0))
+    return Located(ascending.int(), torch.cat(places)[order], (0, 0))
 
 
 def _checked(sharding: KeySharding) -> KeySharding:
