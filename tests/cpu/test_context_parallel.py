@@ -119,7 +119,9 @@ def check_merge(rank: int, ranks: int) -> None:
     scores = kinds[torch.randint(0, len(kinds), (ROWS, KEYS), generator=generator)]
     scores[3], scores[4], scores[5] = float("nan"), 2.0, float("-inf")
     scores[6] = torch.randn(KEYS, generator=generator)
-    references = {(k, order): reference_top_k(scores, k, order=order) for k in (1, 9, 80) for order in ("index", "score")}
+    references = {
+        (k, order): reference_top_k(scores, k, order=order) for k in (1, 9, 80) for order in ("index", "score")
+    }
     for sharding in shardings(KEYS, ranks):
         positions = held(sharding, rank)
         for k in (1, 9, 80):
@@ -130,7 +132,13 @@ def check_merge(rank: int, ranks: int) -> None:
                 expected, expected_values = references[k, order]
                 for exchange in EXCHANGES if order == "index" else ("rows",):
                     found, values = merge_top_k(
-                        mine, group, ascending=sharding.ascending, keys=KEYS, order=order, values=True, exchange=exchange
+                        mine,
+                        group,
+                        ascending=sharding.ascending,
+                        keys=KEYS,
+                        order=order,
+                        values=True,
+                        exchange=exchange,
                     )
                     assert torch.equal(found, expected), (sharding, k, order, exchange)
                     assert torch.equal(values + 0.0, expected_values), (sharding, k, order, exchange)
@@ -335,7 +343,9 @@ def check_late(rank: int, ranks: int) -> None:
             q, (take(k, at), scale[at]), weights, ends - ends, ends, 4, sharding=sharding, timeout=0.3
         )
     assert time.monotonic() - begun < 10
-    with pytest.raises(CollectiveError, match=r"all-gather of the candidates: rank 0 of 2 waited in vain, timeout 60 s"):
+    with pytest.raises(
+        CollectiveError, match=r"all-gather of the candidates: rank 0 of 2 waited in vain, timeout 60 s"
+    ):
         top_k_of_sharded_keys(
             q, (take(k, at), scale[at]), weights, sharding.windows(None, ends, rank), 4, sharding=sharding
         )
@@ -368,7 +378,9 @@ def test_rows_scored_while_keys_arrive():
     assert rows_while_gathering(10, million, 64, 128, 2) == 10
     assert rows_while_gathering(million, million, 64, 128, 1) == 0
     assert rows_while_gathering(million, 4096, 64, 128, 2) == 0  # there before a piece is launched
-    two, eight, narrow = (rows_while_gathering(million, million, *of) for of in ((64, 128, 2), (64, 128, 8), (32, 128, 8)))
+    two, eight, narrow = (
+        rows_while_gathering(million, million, *of) for of in ((64, 128, 2), (64, 128, 8), (32, 128, 8))
+    )
     assert 64 <= two <= eight <= narrow <= 512
     assert [len(steps_of_pieces(ranks)) for ranks in (1, 2, 3, 4, 8, 64)] == [1, 2, 2, 3, 4, 7]
     for ranks in (1, 2, 7, 8, 64):
@@ -394,5 +406,5 @@ def test_a_group_is_needed():
     sharding = KeySharding.even(KEYS, 1)
     q, k, scale, weights = operands(ROWS, KEYS)
     windows = sharding.windows(None, torch.full((ROWS,), KEYS, dtype=torch.int32), 0)
-    with pytest.raises(RuntimeError, match="group: torch.distributed is not initialised"):
+    with pytest.raises(RuntimeError, match=r"group: torch\.distributed is not initialised"):
         top_k_of_sharded_keys(q, (k, scale), weights, windows, 4, sharding=sharding)

@@ -172,7 +172,7 @@ def check_dtensors_of_selection(rank: int, ranks: int) -> None:
     assert torch.equal(compiled(*given).full_tensor(), expected)
     with pytest.raises(ValueError, match=r"^logits: got placements \(Shard\(dim=1\),\), expected Shard\(0\) or Repl"):
         top_k_per_row(distributed(logits, mesh, Shard(1)), 9)
-    with pytest.raises(TypeError, match="^row_starts: got Tensor, expected a DTensor"):
+    with pytest.raises(TypeError, match=r"^row_starts: got Tensor, expected a DTensor"):
         top_k_per_row(given[0], 9, starts)
     with pytest.raises(ValueError, match=r"^values: got placements \(Replicate\(\),\), expected \(Shard\(dim=0\),\)"):
         top_k_per_row(*given, values=distributed(torch.zeros(ROWS, 9), mesh, whole))
@@ -217,7 +217,7 @@ def check_dtensors_of_decode(rank: int, ranks: int) -> None:
     given = [distributed(tensor[:3] if i != 1 else tensor, mesh, whole) for i, tensor in enumerate(operands)]
     given[0] = distributed(q[:3], mesh, rows)
     given[2] = distributed(inputs.weights[:6], mesh, whole)
-    with pytest.raises(ValueError, match="^q: got 3 sequences on 2 ranks, expected a multiple of 2 where next_n"):
+    with pytest.raises(ValueError, match=r"^q: got 3 sequences on 2 ranks, expected a multiple of 2, as next_n"):
         fp8_paged_mqa_logits(*given, 32)
     with pytest.raises(ValueError, match=r"^kv_cache: got placements .*, expected Replicate\(\): every rank reads all"):
         fp8_paged_mqa_logits(given[0], distributed(cache, mesh, rows), *given[2:], 32)

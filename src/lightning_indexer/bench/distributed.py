@@ -105,9 +105,7 @@ class Ranks(NamedTuple):
 
 
 def join(device: str | None) -> Ranks:
-    """Joins the group that ``torchrun`` describes: NCCL on GPUs, one each, gloo on CPUs.
-
-    ``cuda:0`` with an index puts every rank on that GPU, with gloo: for correctness, not for times.
+    """Joins the group that ``torchrun`` describes: NCCL on GPUs, one a rank, gloo on CPUs.
 
     Raises:
         ValueError: not under ``torchrun``.
@@ -117,14 +115,12 @@ def join(device: str | None) -> Ranks:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError("no RANK and WORLD_SIZE in the environment, expected a start by torchrun")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    shared = where.type == "cuda" and where.index is not None
     if where.type == "cuda":
-        where = torch.device("cuda", where.index if shared else int(os.environ.get("LOCAL_RANK", "0")))
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)
-    nccl = where.type == "cuda" and not shared
-    dist.init_process_group(
-        "nccl" if nccl else "gloo", timeout=TIMEOUT, **({"device_id": where} if nccl else {})
-    )  # fmt: skip
+        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=where)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
     return Ranks(dist.get_rank(), dist.get_world_size(), where)
 
 
@@ -137,7 +133,7 @@ def leave() -> None:
 def run(cases: Sequence[Case], at: Ranks, budget_ms: float = 200.0) -> Iterator[Row]:
     """Every way of every case; every rank yields the same rows."""
     for case in cases:
-        alone, ways = (_decode if case.form == "decode" else _prefill)(case, at)
+        alone, ways = (decode if case.form == "decode" else prefill)(case, at)
         with torch.no_grad():
             expected = alone()
         time_alone = _time(alone, at, budget_ms)
@@ -155,7 +151,8 @@ def run(cases: Sequence[Case], at: Ranks, budget_ms: float = 200.0) -> Iterator[
 Way = tuple[Callable[[], torch.Tensor], Any]
 
 
-def _prefill(case: Case, at: Ranks) -> tuple[Callable[[], torch.Tensor], dict[str, Way]]:
+def prefill(case: Case, at: Ranks) -> tuple[Callable[[], torch.Tensor], dict[str, Way]]:
+    """One device's call, and by name this rank's of each way with the rows of the result that it gives."""
     q, k, kv_scale, weights = _operands(case.rows, case.keys, case.heads, at.device)
     ks = torch.zeros(case.rows, dtype=torch.int32, device=at.device)
     ke = (torch.arange(case.rows, device=at.device) + (case.keys - case.rows + 1)).clamp(min=0).int()
@@ -194,12 +191,13 @@ def _prefill(case: Case, at: Ranks) -> tuple[Callable[[], torch.Tensor], dict[st
     return alone, {way: (in_pieces(rows), mine) for way, rows in pieces.items()}
 
 
-def _decode(case: Case, at: Ranks) -> tuple[Callable[[], torch.Tensor], dict[str, Way]]:
+def decode(case: Case, at: Ranks) -> tuple[Callable[[], torch.Tensor], dict[str, Way]]:
+    """Likewise: pages of each sequence dealt out in turn."""
     layout = CacheLayout(PAGE, HEAD_DIM)
     pages = -(-case.keys // PAGE)
     q, _, _, weights = _operands(case.rows, 1, case.heads, at.device)
     q = q[:, None]
-    pools = []
+    pools: list[torch.Tensor] = []
     for _ in range(case.rows):
         _, k, kv_scale, _ = _operands(0, pages * PAGE, case.heads, at.device, seed=len(pools))
         pools.append(layout.pack(k.view(pages, PAGE, HEAD_DIM), kv_scale.view(pages, PAGE)))
@@ -231,9 +229,7 @@ def _decode(case: Case, at: Ranks) -> tuple[Callable[[], torch.Tensor], dict[str
     return alone, ways | {name: (by(name), slice(None)) for name in ("gather", "rows") if name != chosen}
 
 
-def _captured(
-    case: Case, at: Ranks, alone: Callable[[], torch.Tensor], ways: dict[str, Way], budget_ms: float
-) -> Row:
+def _captured(case: Case, at: Ranks, alone: Callable[[], torch.Tensor], ways: dict[str, Way], budget_ms: float) -> Row:
     """Decode as engines run it, from a captured graph: what launches cost the host does not count."""
     name, (call, _) = next(iter(ways.items()))
     graphs = []
@@ -241,8 +237,8 @@ def _captured(
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
             each()
-    times = [_time(graph.replay, at, budget_ms) for graph in graphs]
-    return Row(case, at.ranks, f"{name}, graphs", *times)
+    time_alone, together = (_time(graph.replay, at, budget_ms) for graph in graphs)
+    return Row(case, at.ranks, f"{name}, graphs", time_alone, together)
 
 
 def _operands(
@@ -295,7 +291,7 @@ def _time(call: Callable[[], object], at: Ranks, budget_ms: float) -> float:
             flush.zero_()
         _over_ranks(torch.zeros((), device=at.device), at, "max")  # and reads it: the device is idle
         if on_gpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             call()
             end.record()

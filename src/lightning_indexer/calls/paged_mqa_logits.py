@@ -259,7 +259,8 @@ def _on_every_rank(call: PagedMqaLogitsCall) -> torch.Tensor:
     operands = {name: getattr(call, name) for name in names}
 
     def local(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return (_any_way(call._replace(**{name: parts.get(name) for name in (*names, "out")})),)
+        given: dict[str, Any] = {name: parts.get(name) for name in (*names, "out")}
+        return (_any_way(call._replace(**given)),)
 
     next_n = call.q.shape[1]
     [result] = sharded.run(operands, by_rows, {"out": call.out}, call.q.shape[0] * next_n, local)

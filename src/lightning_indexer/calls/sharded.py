@@ -91,12 +91,12 @@ def run(
 def _check_shares(
     tensors: Mapping[str, DTensor], rows: Sequence[str], placed: Sequence[Placement], result_rows: int
 ) -> None:
-    """Operands with next_n rows and those with one row a sequence are cut at the same places only if B is a multiple."""
+    """Rows, next_n a sequence, and sequences are cut at the same places only where ranks hold equally many."""
     ranks = 1
     for dim, placement in enumerate(placed):
         ranks *= tensors[rows[0]].device_mesh.size(dim) if placement.is_shard() else 1
     sequences = tensors[rows[0]].shape[0]
     if sequences != result_rows and sequences % ranks:
         raise ValueError(
-            f"{rows[0]}: got {sequences} sequences on {ranks} ranks, expected a multiple of {ranks} where next_n is not 1"
+            f"{rows[0]}: got {sequences} sequences on {ranks} ranks, expected a multiple of {ranks}, as next_n is not 1"
         )

@@ -279,7 +279,7 @@ def _on_every_rank(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, to
     outs = {"values": call.values if isinstance(call.values, torch.Tensor) else None, "out": call.out}
 
     def local(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        given = {name: parts.get(name) for name in (*names, "out")}
+        given: dict[str, Any] = {name: parts.get(name) for name in (*names, "out")}
         found = _any_way(call._replace(**given, values=parts.get("values", call.values)))
         return found if isinstance(found, tuple) else (found,)
 

@@ -61,7 +61,8 @@ def bench(
         ),
     ] = False,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="Context parallelism instead, under torchrun; --forms rows,keys,decode.")
+        bool,
+        typer.Option("--distributed", help="Context parallelism instead, under torchrun; --forms rows,keys,decode."),
     ] = False,
 ) -> None:
     """Time backends and peers in one run, after checking each result against the oracle.

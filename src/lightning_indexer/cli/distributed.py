@@ -41,11 +41,11 @@ def scale(
         alone = model.estimate(problem, 1).total
         for count in counts:
             found = model.estimate(problem, count, way)
+            times = (found.compute, found.communication, found.exposed, found.total)
+            sizes = (found.received_bytes, found.shard_bytes, found.workspace_bytes)
             body.append(
-                (form, f"({rows}, {keys})", str(count), f"{1e6 * found.compute:.0f}", f"{1e6 * found.communication:.0f}",
-                 f"{1e6 * found.exposed:.0f}", f"{1e6 * found.total:.0f}", f"{alone / found.total:.1f}x",
-                 f"{found.received_bytes / 1e6:.1f}", f"{found.shard_bytes / 1e6:.1f}",
-                 f"{found.workspace_bytes / 1e6:.1f}")
+                (form, f"({rows}, {keys})", str(count), *(f"{1e6 * seconds:.0f}" for seconds in times),
+                 f"{alone / found.total:.1f}x", *(f"{size / 1e6:.1f}" for size in sizes))
             )  # fmt: skip
     header = (
         "sharded", "size", "ranks", "compute us", "communication us", "of it exposed", "total us", "speedup",
@@ -74,7 +74,8 @@ def bench(
             common.err.print(" ".join(distributed.line(row)), highlight=False, soft_wrap=True)
     if at.rank == 0:
         facts = environment.record(at.device)
-        text = distributed.markdown(rows, facts, command)
+        repeat = f"torchrun --nproc-per-node {at.ranks} -m {command.replace('-', '_', 1)}"
+        text = distributed.markdown(rows, facts, repeat)
         typer.echo(text)
         paths = distributed.write(results, text, rows, facts)
         common.err.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)

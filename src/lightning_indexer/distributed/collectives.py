@@ -7,9 +7,9 @@ and the group's watchdog ends the process at the timeout; with a ``timeout`` of 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,7 @@ class Group:
 
         if not dist.is_initialized():
             raise RuntimeError("group: torch.distributed is not initialised, expected init_process_group before")
-        self.group = dist.group.WORLD if group is None else group
+        self.group: Any = dist.group.WORLD if group is None else group
         self.rank = dist.get_rank(self.group)
         self.ranks = dist.get_world_size(self.group)
         self.device = device
@@ -105,6 +105,6 @@ class Group:
         except RuntimeError as error:
             limit = self.timeout or self.group._get_backend(self.device).options._timeout
             raise CollectiveError(
-                f"{what}: rank {self.rank} of {self.ranks} waited in vain, timeout {limit.total_seconds():g} s: another "
-                f"rank has failed or is late ({str(error).splitlines()[0]})"
+                f"{what}: rank {self.rank} of {self.ranks} waited in vain, timeout {limit.total_seconds():g} s: "
+                f"another rank has failed or is late ({str(error).splitlines()[0]})"
             ) from error

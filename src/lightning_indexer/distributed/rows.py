@@ -1,4 +1,4 @@
-"""Rows sharded over the ranks: each scores its own against all keys, which are on their way. Prefill context parallelism.
+"""Rows sharded over the ranks: each scores its own against all keys, which arrive. Prefill context parallelism.
 
 Every rank sends its keys to every other. They arrive in pieces: this rank's own shard is one, then two shards, four,
 and so on, all under way from the start. Meanwhile some rows are scored piece by piece as each arrives, and the
@@ -90,7 +90,7 @@ def top_k_of_sharded_rows(
     team.expect(sharding.ranks)
     rows = q.shape[0]
     if rows_in_pieces is None:
-        rows_in_pieces = rows_while_gathering(rows, sharding.keys, *q.shape[1:], team.ranks)
+        rows_in_pieces = rows_while_gathering(rows, sharding.keys, q.shape[1], q.shape[2], team.ranks)
     early = max(0, rows - rows_in_pieces)
     arriving = _gather(kv, sharding, team)
     indices = torch.empty((rows, k), dtype=torch.int32, device=q.device)

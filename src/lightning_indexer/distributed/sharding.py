@@ -36,9 +36,13 @@ class LocalWindows(NamedTuple):
         """The windows of these rows."""
         options = self.numbering
         if options is not None:
-            options = {name: value[some] if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-        cut = [None if vector is None else vector[some] for vector in self[:3]]
-        return LocalWindows(*cut, options)  # type: ignore[arg-type]
+            options = {
+                name: value[some] if isinstance(value, torch.Tensor) else value for name, value in options.items()
+            }
+        starts, ends, origins, _ = self
+        return LocalWindows(
+            None if starts is None else starts[some], ends[some], None if origins is None else origins[some], options
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class KeySharding:
 
     @staticmethod
     def zigzag(keys: int, ranks: int) -> KeySharding:
-        """Two chunks a rank, r and 2 * ranks - 1 - r: causal rows dealt out so have equal work. Chunks differ by one."""
+        """Two chunks a rank, r and 2 * ranks - 1 - r: causal rows dealt out so are equal work."""
         size, more = divmod(keys, 2 * max(1, ranks))
         chunks, first = [], 0
         for index in range(2 * ranks):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 # Scoring, not cleaned, H=64 and 32 at D=128: (4096, 131072) causal in 7337 and 4034 us.
 SCORING_FLOPS = {64: 1.18e15, 32: 1.07e15}
-# Selection, k = 2048: (4096, 32768) in 159 us, (1024, 131072) in 156, (64, 131072) in 23.6; bytes read, launch included.
+# Selection, k = 2048: (4096, 32768) in 159 us, (1024, 131072) in 156, (64, 131072) in 23.6; bytes read.
 SELECTION_BYTES, SELECTION_START = 3.6e12, 10e-6
 # Decode scores of DeepGEMM: (64, 1, 32768) in 82 us, (128, 1, 65536) in 288: bytes of cache.
 DECODE_BYTES, DECODE_START = 3.9e12, 8e-6
