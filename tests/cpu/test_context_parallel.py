@@ -34,6 +34,7 @@ from lightning_indexer.distributed.collectives import Group
 from lightning_indexer.distributed.merge import GATHER_BYTES, candidates, choose_exchange, merge_top_k
 from lightning_indexer.distributed.rows import rows_while_gathering, steps_of_pieces
 from lightning_indexer.distributed.sharding import landing, locate
+from lightning_indexer.integrations.vllm_dcp import merge_dcp_topk_global
 from processes import in_gloo_group
 
 CPU = torch.device("cpu")
@@ -42,14 +43,17 @@ EXCHANGES = ("gather", "rows", "histogram")
 
 
 def shardings(keys: int, ranks: int) -> list[KeySharding]:
-    uneven = [[0, keys - 3, 3, 0], [5, 0, 1, keys - 6]]
-    cut = [[*sizes[: ranks - 1], keys - sum(sizes[: ranks - 1])] for sizes in uneven]
+    """Even and uneven, with ranks that have no key; all kinds at two ranks, others at three than at four."""
+    empty_first, empty_between = [0, keys - 3, 3, 0], [5, 0, 1, keys - 6]
+    uneven = [[*sizes[: ranks - 1], keys - sum(sizes[: ranks - 1])] for sizes in (empty_first, empty_between)]
+    pages = [1, 16]  # of 16 at four ranks the last one is cut, and one rank has fewer
+    if ranks > 2:
+        uneven, pages = uneven[ranks - 3 : ranks - 2], pages[ranks - 3 : ranks - 2]
     return [
         KeySharding.even(keys, ranks),
-        *map(KeySharding.contiguous, cut),
+        *map(KeySharding.contiguous, uneven),
         KeySharding.zigzag(keys, ranks),
-        KeySharding.interleaved(keys, ranks, 1),
-        KeySharding.interleaved(keys, ranks, 16),  # at four ranks the last page is cut, and one rank has fewer
+        *(KeySharding.interleaved(keys, ranks, page) for page in pages),
     ]
 
 
@@ -259,6 +263,23 @@ def check_paged(rank: int, ranks: int) -> None:
                 assert torch.equal(sharding.position(read, rank)[read >= 0], found[read >= 0])
 
 
+def check_vllm(rank: int, ranks: int) -> None:
+    """vLLM's own merge: two requests packed, a selection in any order, relative to the row's request."""
+    generator = torch.Generator().manual_seed(5)
+    lengths, rows = (37, 26), 5
+    scores = [torch.randint(0, 9, (rows, length), generator=generator).float() for length in lengths]
+    for interleave, k in ((1, 7), (4, 30)):
+        mine = [held(KeySharding.interleaved(length, ranks, interleave), rank) for length in lengths]
+        local = [score[:, at] for score, at in zip(scores, mine, strict=True)]
+        logits = torch.full((2 * rows, sum(map(len, mine))), float("nan"))
+        logits[:rows, : len(mine[0])], logits[rows:, len(mine[0]) :] = local
+        starts = torch.tensor([0] * rows + [len(mine[0])] * rows, dtype=torch.int32)
+        selected = torch.cat([top_k_per_row(score.contiguous(), k) for score in local]).flip(1).contiguous()
+        merge_dcp_topk_global(logits, selected, k, rank, ranks, interleave, starts)
+        expected = torch.cat([reference_top_k(score, k)[0] for score in scores])
+        assert torch.equal(selected, expected), (interleave, k)
+
+
 def check_errors(rank: int, ranks: int) -> None:
     q, k, scale, weights = operands(ROWS, KEYS)
     sharding = KeySharding.even(KEYS, ranks + 1)
@@ -319,7 +340,7 @@ def check_memory(rank: int, ranks: int) -> None:
 
 
 CHECKS: tuple[Callable[[int, int], None], ...] = (
-    check_numbering, check_merge, check_keys, check_rows, check_paged, check_errors, check_memory,
+    check_numbering, check_merge, check_keys, check_rows, check_paged, check_vllm, check_errors, check_memory,
 )  # fmt: skip
 
 

@@ -159,8 +159,8 @@ class KeySharding:
         rows, device = local_ends.shape, local_ends.device
         numbering: dict[str, Any] | None = None
         if self._one_run:
-            first = torch.full((), self.runs[rank][0][0], dtype=torch.int32, device=device)
-            numbering = {"index_base": "offset", "offsets": first.expand(rows)}
+            offsets = torch.full(rows, self.runs[rank][0][0], dtype=torch.int32, device=device)
+            numbering = {"index_base": "offset", "offsets": offsets}
         elif self.page:
             pages = torch.arange(max(1, -(-self.size(rank) // self.page)), dtype=torch.int32, device=device)
             table = (pages * self.ranks + rank).expand(*rows, -1)
@@ -209,9 +209,15 @@ def landing(sharding: KeySharding, rank: int) -> list[tuple[int, int]]:
     return [(sum(sharding.size(other) for other in range(rank)), sharding.size(rank))]
 
 
-@functools.lru_cache(maxsize=64)
 def locate(sharding: KeySharding, ranks: tuple[int, ...], device: torch.device) -> Located:
     """The keys of these ranks by position: tables that all layers of a step share."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    # What a capture allocates is gone with its graph.
+    return (_tables.__wrapped__ if capturing else _tables)(sharding, ranks, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(sharding: KeySharding, ranks: tuple[int, ...], device: torch.device) -> Located:
     positions, places = [], []
     for rank in ranks:
         local = torch.arange(sharding.size(rank), device=device)
