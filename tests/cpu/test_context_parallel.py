@@ -214,6 +214,22 @@ def check_rows(rank: int, ranks: int) -> None:
                 assert torch.equal(found, ranked[mine])
 
 
+def check_waiting(rank: int, ranks: int) -> None:
+    """Operands that are results of collectives are waited for."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    q, k, scale, weights = operands(ROWS, KEYS)
+    ke = torch.full((ROWS,), KEYS, dtype=torch.int32)
+    expected = top_k_per_row(fp8_mqa_logits(q, (k, scale), weights, ke - KEYS, ke), 9)
+    sharding = KeySharding.zigzag(KEYS, ranks)
+    at = held(sharding, rank)
+    waiting = [AsyncCollectiveTensor(tensor) for tensor in (q, take(k, at), scale[at], weights)]
+    given = waiting[0], (waiting[1], waiting[2]), waiting[3]
+    assert torch.equal(top_k_of_sharded_rows(*given, ke - KEYS, ke, 9, sharding=sharding, rows_in_pieces=4), expected)
+    windows = sharding.windows(None, ke, rank)
+    assert torch.equal(top_k_of_sharded_keys(*given, windows, 9, sharding=sharding), expected)
+
+
 def check_paged(rank: int, ranks: int) -> None:
     page, batch, next_n, longest = 4, 3, 2, 40
     lengths = torch.tensor([37, 0, 21], dtype=torch.int32)

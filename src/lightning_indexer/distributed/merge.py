@@ -112,10 +112,10 @@ def _by_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     _, rows, k = mine.packed.shape
     share = -(-rows // group.ranks)
-    # Rows that fill up the last shares hold no candidate.
-    sent = mine.packed.new_full((group.ranks * share, 2, k), -1)
-    sent[:rows] = mine.packed.transpose(0, 1)
-    by_owner = sent.view(group.ranks, share, 2, k).transpose(1, 2).contiguous()
+    packed = mine.packed
+    if rows % group.ranks:  # rows that fill up the last shares hold no candidate
+        packed = torch.nn.functional.pad(packed, (0, 0, 0, group.ranks * share - rows), value=-1)
+    by_owner = packed.view(2, group.ranks, share, k).transpose(0, 1).contiguous()
     received = group.all_to_all(by_owner, "exchange of the candidates by rows")
     best, scores = select_among(received, k, ascending=ascending, order=order, values=values)
     parts = best[None] if scores is None else torch.stack((best, scores.view(torch.int32)))

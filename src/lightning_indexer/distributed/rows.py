@@ -91,39 +91,39 @@ def top_k_of_sharded_rows(
     rows = q.shape[0]
     if rows_in_pieces is None:
         rows_in_pieces = rows_while_gathering(rows, sharding.keys, q.shape[1], q.shape[2], team.ranks)
-    early = max(0, rows - rows_in_pieces)
+    whole = slice(0, max(0, rows - rows_in_pieces))
+    pieced = slice(whole.stop, rows)
     arriving = _gather(kv, sharding, team)
     indices = torch.empty((rows, k), dtype=torch.int32, device=q.device)
     scores = torch.empty((rows, k), dtype=torch.float32, device=q.device) if values else None
 
-    last = slice(early, rows)
-    packed = torch.empty((len(arriving.pieces), 2, rows - early, k), dtype=torch.int32, device=q.device)
-    for piece, into in zip(arriving.pieces, packed, strict=True):
+    lists = torch.empty((len(arriving.pieces), 2, rows - whole.stop, k), dtype=torch.int32, device=q.device)
+    for piece, into in zip(arriving.pieces, lists, strict=True):
         piece.wait()
-        if rows == early:
+        if whole.stop == rows:
             continue
-        found = of_packed(into)
-        positions = piece.keys.positions
-        starts, ends = (torch.searchsorted(positions, bound[last].reshape(-1), out_int32=True)
-                        for bound in (cu_seqlen_ks, cu_seqlen_ke))  # fmt: skip
+        found, positions = of_packed(into), piece.keys.positions
+        starts, ends = (
+            torch.searchsorted(positions, bound[pieced].reshape(-1).contiguous(), out_int32=True)
+            for bound in (cu_seqlen_ks, cu_seqlen_ke)
+        )
         score_and_select(
-            q[last], arriving.of(piece.keys), weights[last], LocalWindows(starts, ends, None, None), found.indices,
+            q[pieced], arriving.of(piece.keys), weights[pieced], LocalWindows(starts, ends, None, None), found.indices,
             found.values, logits_bytes=logits_bytes, backend=backend,
         )  # fmt: skip
         if positions.numel():
             found.indices.copy_(torch.where(found.indices < 0, -1, positions[found.indices.clamp(min=0).long()]))
-    merged, merged_scores = select_among(packed, k, ascending=team.ranks == 1, order=order, values=values)
-    indices[last] = merged
+    merged, merged_scores = select_among(lists, k, ascending=team.ranks == 1, order=order, values=values)
+    indices[pieced] = merged
     if scores is not None and merged_scores is not None:
-        scores[last] = merged_scores
+        scores[pieced] = merged_scores
 
     windows = sharding_of_one(sharding.keys).windows(cu_seqlen_ks, cu_seqlen_ke, 0)
-    first = slice(0, early)
-    if early:
+    if whole.stop:
         every = locate(sharding, tuple(range(team.ranks)), q.device)
         score_and_select(
-            q[first], arriving.of(every), weights[first], windows.rows(first), indices[first],
-            None if scores is None else scores[first], order=order, logits_bytes=logits_bytes, backend=backend,
+            q[whole], arriving.of(every), weights[whole], windows.rows(whole), indices[whole],
+            None if scores is None else scores[whole], order=order, logits_bytes=logits_bytes, backend=backend,
         )  # fmt: skip
     indices = rebased(indices, windows.origins, index_base)
     return indices if scores is None else (indices, scores)
