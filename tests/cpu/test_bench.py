@@ -504,8 +504,8 @@ def test_functions_of_pybind11_are_read_off_their_docstring():
     function = torch._C._jit_get_operation
     with pytest.raises(ValueError, match="no signature"):
         peers.inspect.signature(function)
-    assert peers._takes(function, "qualified_name")
-    assert not peers._takes(function, "clean_logits")
+    assert peers.takes(function, "qualified_name")
+    assert not peers.takes(function, "clean_logits")
     assert peers.DeepGemm(module_with(fp8_fp4_mqa_logits=function)).compressed_only
 
 

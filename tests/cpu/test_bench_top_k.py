@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from helpers import CPU
-from lightning_indexer.bench import report, top_k, top_k_peers, top_k_report
+from lightning_indexer.bench import overview, report, top_k, top_k_peers, top_k_report
 from lightning_indexer.bench.timing import Timing
 from lightning_indexer.bench.top_k import Case, Plan, Row
 from lightning_indexer.cli import app as cli
@@ -230,9 +230,7 @@ FACTS = {"device": "one", "arch": "sm90"}
 
 
 def test_the_overview_has_a_line_a_case_and_the_best_peer():
-    header, _, *body = [
-        [c.strip() for c in line.strip("|").split("|")] for line in top_k_report.overview(ROWS, ["ours"])
-    ]
+    header, _, *body = [[c.strip() for c in line.strip("|").split("|")] for line in overview.overview(ROWS, ["ours"])]
     assert header == ["case", "floor", "ours", "fast", "slow", "best peer", "best peer / ours"]
     assert body == [
         ["64 x 1000 causal k=2048", "5.0", "10.0", "20.0", "50.0", "fast", "2.00x"],
@@ -269,7 +267,7 @@ def test_reports_hold_the_numbers(tmp_path):
 
 def test_a_run_without_peers_has_a_report():
     alone = [row for row in ROWS if row.contender == "ours"]
-    assert "| geomean |  |  |  | - |" in top_k_report.overview(alone, ["ours"])
+    assert "| geomean |  |  |  | - |" in overview.overview(alone, ["ours"])
 
 
 # The command
@@ -319,7 +317,10 @@ def test_the_command_runs_its_own_shapes_and_fails_where_a_backend_is_wrong(tmp_
         (("--shapes", "8x8", "--k", "5000"), "--k: got 5000, expected 1 to 4096"),
         (("--shapes", "8x8", "--windows", "cp"), "--windows: got 'cp', expected one of causal, packed, whole"),
         (("--operation", "fp8_mqa_logits", "--k", "5"), "--k: fp8_mqa_logits has no such option"),
-        (("--operation", "sort"), "--operation: got 'sort', expected one of fp8_mqa_logits, top_k_per_row"),
+        (
+            ("--operation", "sort"),
+            "got 'sort', expected one of fp8_mqa_logits, fp8_paged_mqa_logits, top_k_per_row",
+        ),
     ],
 )
 def test_bad_options(arguments, message):

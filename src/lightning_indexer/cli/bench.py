@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -17,39 +17,50 @@ from lightning_indexer.cli import common
 from lightning_indexer.cli import distributed as cli_distributed
 from lightning_indexer.cli.common import err, out
 from lightning_indexer.problems.mqa_logits import FORMS, OPERATION
+from lightning_indexer.problems.paged_mqa_logits import OPERATION as PAGED
 from lightning_indexer.problems.top_k import MAX_K
 from lightning_indexer.problems.top_k import OPERATION as TOP_K
 
 if TYPE_CHECKING:
-    from lightning_indexer.bench import sweep, top_k
+    from lightning_indexer.bench import paged, sweep, top_k
     from lightning_indexer.bench.sweep import Row
     from lightning_indexer.bench.timing import Ceilings
 
-OPERATIONS = (OPERATION, TOP_K)
+# By operation, which of the options that are not everybody's it takes.
+OPTIONS = {
+    OPERATION: ("--heads", "--head-dim", "--windows", "--forms", "--tune"),
+    PAGED: ("--heads", "--head-dim", "--lengths"),
+    TOP_K: ("--k", "--windows"),
+}
 
 
 def bench(
-    operation: Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}.")] = OPERATION,
+    operation: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIONS)}.")] = OPERATION,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: cuda where there is one.")] = None,
     backend: Annotated[
         list[str] | None, typer.Option(help="A backend's name; repeat for several. Default: all that can run.")
     ] = None,
-    heads: Annotated[str | None, typer.Option(help="Heads, comma-separated. Default: 32,64. Scoring only.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Head dim. Default: 128. Scoring only.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Heads, comma-separated. Default: 32,64. Not of selection.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Head dim. Default: 128. Not of selection.")] = None,
     k: Annotated[str | None, typer.Option("--k", help="k, comma-separated. Default: 2048. Selection only.")] = None,
     shapes: Annotated[
         str | None,
         typer.Option(
             help="S_QxS_K,… Default: eight on a GPU, three on a CPU. Selection: ROWSxWIDTH,… or prefill, decode or all;"
-            " default: all on a GPU, two on a CPU."
+            " default: all on a GPU, two on a CPU. Paged: BxNEXT_NxCONTEXT,… or decode, prediction or all; default:"
+            " decode on a GPU, three on a CPU."
         ),
     ] = None,
     windows: Annotated[
         str | None,
         typer.Option(help="Windows, comma-separated. Default: causal,multi_req; selection: causal (packed, whole)."),
     ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="equal, ragged; comma-separated. Default: equal. Paged only.")
+    ] = None,
     forms: Annotated[
-        str | None, typer.Option(help="clean, noclean, compressed; comma-separated. Default: all. Scoring only.")
+        str | None,
+        typer.Option(help="clean, noclean, compressed; comma-separated. Default: all. Prefill only."),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure the peers that can be imported.")] = True,
     budget_ms: Annotated[float, typer.Option(help="Time spent on each measurement, ms.")] = 100.0,
@@ -57,7 +68,8 @@ def bench(
     tune: Annotated[
         bool,
         typer.Option(
-            "--tune", help="Time tile configs around each heuristic's choice instead; writes nothing. Scoring only."
+            "--tune",
+            help="Time tile configs around each heuristic's choice instead; writes nothing. Prefill only.",
         ),
     ] = False,
     distributed: Annotated[
@@ -70,23 +82,30 @@ def bench(
     Examples: `lightning-indexer bench --device cuda --heads 32,64`,
     `lightning-indexer bench --device cpu --shapes 1024x8192 --heads 32 --forms clean`,
     `lightning-indexer bench --operation top_k_per_row --shapes prefill`,
+    `lightning-indexer bench --operation fp8_paged_mqa_logits --heads 64 --shapes 64x1x32768,64x4x32768`,
     `torchrun --nproc-per-node 2 -m lightning_indexer bench --distributed`,
     `lightning-indexer bench --tune --backend cuda-sm90 --shapes 4096x32768 --forms noclean`
     """
     if distributed:
         cli_distributed.bench(device, shapes, heads, k, forms, budget_ms, results, _command())
         return
-    common.one_of("--operation", operation, OPERATIONS)
-    scoring = {"--heads": heads, "--head-dim": head_dim, "--forms": forms, "--tune": tune or None}
-    foreign = scoring if operation == TOP_K else {"--k": k}
-    for option, value in foreign.items():
-        if value is not None:
+    common.one_of("--operation", operation, tuple(OPTIONS))
+    given = {
+        "--heads": heads, "--head-dim": head_dim, "--k": k, "--windows": windows, "--lengths": lengths,
+        "--forms": forms, "--tune": tune or None,
+    }  # fmt: skip
+    for option, value in given.items():
+        if value is not None and option not in OPTIONS[operation]:
             raise typer.BadParameter(f"{operation} has no such option", param_hint=option)
     where = common.device(device)
     backends = common.backends(backend, where, operation)
     if operation == TOP_K:
-        cases = _selection_cases(shapes, windows, k, where)
-        _bench_selection(cases, backends, where, peers, budget_ms, results)
+        selection = _selection_cases(shapes, windows, k, where)
+        _bench_selection(selection, backends, where, peers, budget_ms, results)
+        return
+    if operation == PAGED:
+        decode = _paged_cases(shapes, heads, head_dim, lengths, where)
+        _bench_paged(decode, backends, where, peers, budget_ms, results)
         return
     from lightning_indexer.bench import environment, report, sweep, timing
     from lightning_indexer.bench import peers as peers_module
@@ -123,9 +142,7 @@ def bench(
     typer.echo(text)
     paths = report.write(results, text, rows, summaries, ceilings, facts)
     paths += _pictures(results, rows, ceilings, backends, facts["device"])
-    err.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
-    if any(row.note.startswith("WRONG") and row.contender in backends for row in rows):
-        raise typer.Exit(1)
+    _end(paths, rows, backends)
 
 
 def _selection_cases(
@@ -168,7 +185,65 @@ def _bench_selection(
     summaries = report.summarise(rows, backends, top_k_report.GROUPS)
     text = top_k_report.markdown(rows, backends, summaries, facts, notes, _command())
     typer.echo(text)
-    paths = top_k_report.write(results, text, rows, summaries, facts)
+    _end(top_k_report.write(results, text, rows, summaries, facts), rows, backends)
+
+
+def _paged_cases(
+    shapes: str | None, heads: str | None, head_dim: int | None, lengths: str | None, where: torch.device
+) -> tuple[paged.Case, ...]:
+    from lightning_indexer.bench import paged
+
+    sizes: tuple[tuple[int, int, int], ...]
+    if shapes is None:
+        sizes = paged.DECODE if where.type == "cuda" else paged.CPU
+    elif shapes in paged.SETS:
+        sizes = paged.SETS[shapes]
+    else:
+        sizes = tuple(_three(shape) for shape in shapes.split(","))
+    return tuple(
+        paged.Case(batch, next_n, context, h, head_dim or 128, lengths=kind)
+        for kind in common.names("--lengths", lengths or "equal", paged.LENGTHS)
+        for h in common.ints("--heads", heads or "32,64")
+        for batch, next_n, context in sizes
+    )
+
+
+def _three(shape: str) -> tuple[int, int, int]:
+    parts = shape.strip().lower().split("x")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(
+            f"got {shape!r}, expected BxNEXT_NxCONTEXT like 64x1x32768, or decode, prediction or all",
+            param_hint="--shapes",
+        )
+    batch, next_n, context = map(int, parts)
+    return batch, next_n, context
+
+
+def _bench_paged(
+    cases: tuple[paged.Case, ...], backends: list[str], where: torch.device, peers: bool, budget_ms: float,
+    results: Path,
+) -> None:  # fmt: skip
+    from lightning_indexer.bench import environment, paged, paged_peers, paged_report, report, timing
+
+    found, absent = paged_peers.find(where) if peers else ([], [])
+    notes = [f"{peer.name}: {peer.note}" for peer in found] + [f"not measured: {line}" for line in absent]
+    rows = []
+    with common.progress() as progress:
+        task = progress.add_task("ceilings", total=len(cases) * (len(backends) + len(found)))
+        ceilings = timing.ceilings(where)
+        plan = paged.Plan(cases, tuple(backends), ceilings.copy_gbs, ceilings.product_tflops, budget_ms)
+        for row in paged.run(plan, found, where):
+            rows.append(row)
+            progress.update(task, advance=1, description=f"{row.contender} {row.case}")
+    facts = environment.record(where)
+    summaries = report.summarise(rows, backends, paged_report.GROUPS)
+    text = paged_report.markdown(rows, backends, summaries, ceilings, facts, notes, _command())
+    typer.echo(text)
+    _end(paged_report.write(results, text, rows, summaries, ceilings, facts), rows, backends)
+
+
+def _end(paths: Sequence[Path], rows: Sequence[Any], backends: Sequence[str]) -> None:
+    """Names the files; a wrong backend is a failed run."""
     err.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
     if any(row.note.startswith("WRONG") and row.contender in backends for row in rows):
         raise typer.Exit(1)

@@ -16,7 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_indexer.amd.built import CompileError
 from lightning_indexer.arch import Arch, arch_of
+from lightning_indexer.problems.cache_layout import CacheLayout
 from lightning_indexer.problems.mqa_logits import FORMS, OPERATION, MqaLogitsProblem
+from lightning_indexer.problems.paged_mqa_logits import OPERATION as PAGED
+from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsProblem
 from lightning_indexer.problems.top_k import OPERATION as TOP_K
 from lightning_indexer.problems.top_k import TopKProblem
 from lightning_indexer.selection import registry as dispatch
@@ -25,6 +28,7 @@ Name = TypeVar("Name", bound=str)
 # By operation, the shape by which backends are looked up where none is named: DeepSeek-V3.2's.
 USUAL: dict[str, Any] = {
     OPERATION: MqaLogitsProblem(rows=4096, keys=32768, heads=64, head_dim=128),
+    PAGED: PagedMqaLogitsProblem(64, 1, 32768, 64, 128, CacheLayout(), 512),
     TOP_K: TopKProblem(rows=4096, width=32768, k=2048),
 }
 
@@ -97,8 +101,7 @@ def compiled_kernels(names: list[str] | None, arch: Arch, operation: str = OPERA
     known: dict[str, Any] = {n: one for n, one in kernels.items() if isinstance(one, dispatch.Compiled)}
     with bad_parameter("--backend"):
         if not names:
-            usual = USUAL.get(operation)
-            return {n: one for n, one in known.items() if usual is None or one.supports(usual, arch) is None}
+            return {n: one for n, one in known.items() if one.supports(USUAL[operation], arch) is None}
         for name in names:
             if dispatch.get(name).name not in known:
                 raise ValueError(f"{name} has no AMD kernels; these have: {', '.join(known)}")
