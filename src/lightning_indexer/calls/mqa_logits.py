@@ -290,10 +290,13 @@ def _on_every_rank(call: MqaLogitsCall) -> torch.Tensor:
     """The call on DTensors: rows sharded or not, keys replicated."""
     names = ("q", "k", "kv_scale", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
 
-    def local(parts: dict[str, torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
+    def local(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         q, k, *others = (parts[name] for name in names)
         options = {"clean_logits": call.clean_logits, "max_seqlen_k": call.max_seqlen_k, "out_dtype": call.out_dtype}
-        return fp8_mqa_logits(q, (k, others[0]), *others[1:], **options, out=out, backend=call.backend)  # type: ignore[arg-type]
+        out = parts.get("out")
+        return (fp8_mqa_logits(q, (k, others[0]), *others[1:], **options, out=out, backend=call.backend),)  # type: ignore[arg-type]
 
     operands = dict(zip(names, call[:6], strict=True))
-    return sharded.run(operands, ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke"), call.out, local)
+    rows = ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
+    [result] = sharded.run(operands, rows, {"out": call.out}, call.q.shape[0], local)
+    return result

@@ -15,6 +15,7 @@ from lightning_indexer.chunking import parse_requests, plan_chunks
 from lightning_indexer.cli import amd as cli_amd
 from lightning_indexer.cli import bench as cli_bench
 from lightning_indexer.cli import common
+from lightning_indexer.cli import distributed as cli_distributed
 from lightning_indexer.cli import engines as cli_engines
 from lightning_indexer.cli import prebuild as cli_prebuild
 from lightning_indexer.cli import verify as cli_verify
@@ -170,6 +171,7 @@ def demo(
 
 app.command()(cli_verify.verify)
 app.command()(cli_bench.bench)
+app.command()(cli_distributed.scale)
 app.command()(cli_amd.resources)
 app.command()(cli_amd.disasm)
 app.command()(cli_amd.cost)

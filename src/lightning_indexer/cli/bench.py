@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lightning_indexer.check.cases import PERFORMANCE_SHAPES, WINDOWS
 from lightning_indexer.cli import common
+from lightning_indexer.cli import distributed as cli_distributed
 from lightning_indexer.cli.common import err, out
 from lightning_indexer.problems.mqa_logits import FORMS, OPERATION
 from lightning_indexer.problems.mqa_topk import OPERATION as MQA_TOPK
@@ -73,6 +74,10 @@ def bench(
             help="Time tile configs around each heuristic's choice instead; writes nothing. Prefill only.",
         ),
     ] = False,
+    distributed: Annotated[
+        bool,
+        typer.Option("--distributed", help="Context parallelism instead, under torchrun; --forms rows,keys,decode."),
+    ] = False,
 ) -> None:
     """Time backends and peers in one run, after checking each result against the oracle.
 
@@ -81,8 +86,12 @@ def bench(
     `lightning-indexer bench --operation top_k_per_row --shapes prefill`,
     `lightning-indexer bench --operation fp8_mqa_topk --heads 32,64`,
     `lightning-indexer bench --operation fp8_paged_mqa_logits --heads 64 --shapes 64x1x32768,64x4x32768`,
+    `torchrun --nproc-per-node 2 -m lightning_indexer bench --distributed`,
     `lightning-indexer bench --tune --backend cuda-sm90 --shapes 4096x32768 --forms noclean`
     """
+    if distributed:
+        cli_distributed.bench(device, shapes, heads, k, forms, budget_ms, results, _command())
+        return
     common.one_of("--operation", operation, tuple(OPTIONS))
     given = {
         "--heads": heads, "--head-dim": head_dim, "--k": k, "--windows": windows, "--lengths": lengths,
