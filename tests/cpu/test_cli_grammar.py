@@ -59,6 +59,7 @@ VERBS = {
     "disasm": ("--arch", "gfx942", "--backend", "triton-portable"),
     "prebuild": ("--arch", "sm90", "--backend", "cuda-sm90"),
     "cache": (),
+    "scale": ("--ranks", "1,8"),
     "trace-diff": ("a.json.gz", "b.json.gz"),
 }
 

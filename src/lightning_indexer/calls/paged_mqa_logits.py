@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from lightning_indexer import envs
 from lightning_indexer.arch import arch_of, assumed
-from lightning_indexer.calls import common
+from lightning_indexer.calls import common, sharded
 from lightning_indexer.problems.cache_layout import CacheLayout
 from lightning_indexer.problems.mqa_logits import row_stride
 from lightning_indexer.problems.paged_mqa_logits import (
@@ -82,6 +82,10 @@ def fp8_paged_mqa_logits(
         q, kv_cache, weights, context_lens, block_tables, max_context_len, layout, indices, clean_logits, out_dtype,
         out, backend,
     )  # fmt: skip
+    return _any_way(call)
+
+
+def _any_way(call: PagedMqaLogitsCall) -> torch.Tensor:
     if torch.compiler.is_compiling() or _dispatch_modes() or common.needs_operator(_tensors(call)):
         return _through_operator(call)
     return _run(call)
@@ -229,6 +233,9 @@ def _(*arguments: Any) -> None:
 
 def _through_operator(call: PagedMqaLogitsCall) -> torch.Tensor:
     layout = call.layout
+    if sharded.is_distributed(_tensors(call)):
+        common.refuse(OPERATION, _tensors(call))
+        return _on_every_rank(call)
     if not torch.compiler.is_compiling():  # Dynamo reads no more than it has to; the operators' fakes check
         common.refuse(OPERATION, _tensors(call))
         layout = validate(call).layout
@@ -243,3 +250,18 @@ def _through_operator(call: PagedMqaLogitsCall) -> torch.Tensor:
             raise TypeError(f"out: got dtype {call.out.dtype}, expected {call.out_dtype}, the out_dtype of the call")
         _operator_out(*operands, call.clean_logits, call.out, call.backend)
         return call.out
+
+
+def _on_every_rank(call: PagedMqaLogitsCall) -> torch.Tensor:
+    """The call on DTensors: sequences sharded or not, the cache replicated, as are tables that ``indices`` refer to."""
+    names = ("q", "kv_cache", "weights", "context_lens", "block_tables", "indices")
+    by_rows = ("q", "weights", "context_lens", "block_tables" if call.indices is None else "indices")
+    operands = {name: getattr(call, name) for name in names}
+
+    def local(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        given: dict[str, Any] = {name: parts.get(name) for name in (*names, "out")}
+        return (_any_way(call._replace(**given)),)
+
+    next_n = call.q.shape[1]
+    [result] = sharded.run(operands, by_rows, {"out": call.out}, call.q.shape[0] * next_n, local)
+    return result

@@ -15,6 +15,7 @@ from lightning_indexer.cli import amd as cli_amd
 from lightning_indexer.cli import bench as cli_bench
 from lightning_indexer.cli import cache as cli_cache
 from lightning_indexer.cli import common, tables
+from lightning_indexer.cli import distributed as cli_distributed
 from lightning_indexer.cli import engines as cli_engines
 from lightning_indexer.cli import info as cli_info
 from lightning_indexer.cli import plot as cli_plot
@@ -130,7 +131,9 @@ def plan(
     requests: Annotated[
         list[str], typer.Option("--request", "--requests", help="CONTEXT:NEW in tokens: cached before, and new.")
     ],
-    max_logits_mb: Annotated[int, typer.Option(help="Budget of one chunk's float32 logits, MiB.")] = 512,
+    max_logits_mb: Annotated[
+        int, typer.Option(min=0, help="Budget of one chunk's float32 logits, MiB; 0: none, for fp8_mqa_topk.")
+    ] = 512,
     max_gather_keys: Annotated[int | None, typer.Option(help="Keys that the gather workspace holds.")] = None,
     compress_ratio: Annotated[int, typer.Option(help="Tokens per key (4 where keys are compressed).")] = 1,
     as_json: JsonOption = False,
@@ -144,7 +147,7 @@ def plan(
     with common.bad_parameter(None):
         chunks = plan_chunks(
             parsed,
-            max_logits_bytes=max_logits_mb * 2**20,
+            max_logits_bytes=max_logits_mb * 2**20 or None,
             max_gather_keys=max_gather_keys,
             compress_ratio=compress_ratio,
         )
@@ -190,6 +193,7 @@ app.command(cls=OneValue)(cli_verify.verify)
 app.command(cls=OneValue)(cli_bench.bench)
 app.command(cls=OneValue)(cli_report.report)
 app.command(cls=OneValue)(cli_plot.plot)
+app.command(cls=OneValue)(cli_distributed.scale)
 app.command(cls=OneValue)(cli_amd.resources)
 app.command(cls=OneValue)(cli_amd.disasm)
 app.command(cls=OneValue)(cli_amd.cost)

@@ -13,9 +13,11 @@ import typer
 
 from lightning_indexer.check.cases import PERFORMANCE_SHAPES, WINDOWS
 from lightning_indexer.cli import common
+from lightning_indexer.cli import distributed as cli_distributed
 from lightning_indexer.cli.common import BackendOption, DeviceOption, FormOption, HeadsOption, JsonOption, err
 from lightning_indexer.cli.tables import Column, Table
 from lightning_indexer.problems.mqa_logits import FORMS, OPERATION
+from lightning_indexer.problems.mqa_topk import OPERATION as MQA_TOPK
 from lightning_indexer.problems.paged_mqa_logits import OPERATION as PAGED
 from lightning_indexer.problems.top_k import MAX_K
 from lightning_indexer.problems.top_k import OPERATION as TOP_K
@@ -32,6 +34,7 @@ OPTIONS = {
     OPERATION: ("--heads", "--head-dim", "--window", "--form", "--tune"),
     PAGED: ("--heads", "--head-dim", "--length"),
     TOP_K: ("--k", "--window"),
+    MQA_TOPK: ("--heads", "--k", "--window"),
 }
 
 
@@ -41,9 +44,9 @@ def bench(
     backend: BackendOption = None,
     heads: HeadsOption = None,
     head_dim: Annotated[
-        int | None, typer.Option("--head-dim", "--head-dims", min=1, help="Head dim. Default: 128. Not of selection.")
+        int | None, typer.Option("--head-dim", "--head-dims", min=1, help="Head dim. Default: 128. Scoring only.")
     ] = None,
-    k: Annotated[list[str] | None, typer.Option("--k", help="k. Default: 2048. Selection only.")] = None,
+    k: Annotated[list[str] | None, typer.Option("--k", help="k. Default: 2048. Not of scoring.")] = None,
     shapes: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,6 +75,10 @@ def bench(
             help="Time tile configs around each heuristic's choice instead; writes nothing. Prefill only.",
         ),
     ] = False,
+    distributed: Annotated[
+        bool,
+        typer.Option("--distributed", help="Context parallelism instead, under torchrun; --form rows,keys,decode."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time backends and peers in one run, after checking each result against the oracle.
@@ -82,9 +89,14 @@ def bench(
     Examples: `lightning-indexer bench --device cuda --heads 32,64`,
     `lightning-indexer bench --device cpu --shape 1024x8192 --heads 32 --form clean`,
     `lightning-indexer bench --operation top_k_per_row --shape prefill`,
+    `lightning-indexer bench --operation fp8_mqa_topk --heads 32,64`,
     `lightning-indexer bench --operation fp8_paged_mqa_logits --heads 64 --shape 64x1x32768,64x4x32768`,
+    `torchrun --nproc-per-node 2 -m lightning_indexer bench --distributed`,
     `lightning-indexer bench --tune --backend cuda-sm90 --shape 4096x32768 --form noclean`
     """
+    if distributed:
+        cli_distributed.bench(device, shapes, heads, k, forms, budget_ms, results, _command(), as_json)
+        return
     common.one_of("--operation", operation, tuple(OPTIONS))
     given = {
         "--heads": heads, "--head-dim": head_dim, "--k": k, "--window": windows, "--length": lengths,
@@ -101,6 +113,8 @@ def bench(
         _bench_selection(_selection_cases(shapes, windows, k, where), run)
     elif operation == PAGED:
         _bench_paged(_paged_cases(shapes, heads, head_dim, lengths, where), run)
+    elif operation == MQA_TOPK:
+        _bench_fused(shapes, windows, heads, k, run)
     else:
         _bench_scores(shapes, heads, head_dim, windows, forms, run, tune)
 
@@ -251,6 +265,48 @@ def _bench_paged(cases: tuple[paged.Case, ...], run: _Run) -> None:
     paths = paged_report.write(run.results, text, rows, summaries, ceilings[0], facts)
     _show(text, paths, run)
     _end(paths, rows, run.backends, stopped)
+
+
+def _bench_fused(
+    shapes: list[str] | None, windows: list[str] | None, heads: list[str] | None, k: list[str] | None, run: _Run
+) -> None:
+    from lightning_indexer.bench import environment, mqa_topk, mqa_topk_report, top_k_peers
+    from lightning_indexer.bench import peers as peers_module
+
+    sizes = common.ints("--k", k or "2048")
+    if max(sizes) > MAX_K:
+        raise typer.BadParameter(f"got {max(sizes)}, expected 1 to {MAX_K}", param_hint="--k")
+    default = mqa_topk.SHAPES if run.where.type == "cuda" else mqa_topk.CPU_SHAPES
+    cases = tuple(
+        mqa_topk.Case(rows, keys, h, size, window)
+        for window in common.names("--window", windows or "causal", mqa_topk.WINDOWS)
+        for rows, keys in (common.shapes(shapes) if shapes else default)
+        for h in common.ints("--heads", heads or "32,64")
+        for size in sizes
+    )
+    common.writable_folder("--results", run.results)
+    scoring: peers_module.DeepGemm | None = None
+    selecting: list[top_k_peers.Peer] = []
+    notes: list[str] = []
+    if run.peers:
+        found, absent = peers_module.find(run.where)
+        scoring = next((peer for peer in found if isinstance(peer, peers_module.DeepGemm)), None)
+        selecting, others = top_k_peers.find(run.where)
+        if scoring is not None:
+            notes = [f"{scoring.name}: {scoring.note}", *(f"{peer.name}: {peer.note}" for peer in selecting)]
+        notes += [f"not measured: {line}" for line in absent + others]
+    plan = mqa_topk.Plan(cases, tuple(run.backends), run.budget_ms)
+    total = len(cases) * len(mqa_topk.contenders(plan, scoring, selecting))
+    rows, stopped = _watch("bench", total, mqa_topk.run(plan, scoring, selecting, run.where))
+    # A line of the table wants every contender of its case.
+    rows = [row for row in rows if not stopped or row.case != rows[-1].case]
+    _refuse_nothing(rows, stopped)
+    facts = environment.record(run.where)
+    text = mqa_topk_report.markdown(rows, run.backends, facts, notes + stopped, _command())
+    paths = mqa_topk_report.write(run.results, text, rows, facts)
+    _show(text, paths, run)
+    ours = [name for backend in run.backends for name in (backend, mqa_topk.TWO + backend)]
+    _end(paths, rows, ours, stopped)
 
 
 def _watch(title: str, total: int, rows: Iterable[AnyRow]) -> tuple[list[AnyRow], list[str]]:

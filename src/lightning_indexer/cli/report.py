@@ -37,6 +37,7 @@ CPU_SHAPES = {
     "fp8_mqa_logits": ("--shape", "256x4096", "--heads", "32"),
     "fp8_paged_mqa_logits": ("--shape", "4x1x8192", "--heads", "32"),
     "top_k_per_row": ("--shape", "64x8192"),
+    "fp8_mqa_topk": ("--shape", "64x4096", "--heads", "32"),
 }
 STATUSES = {0: "passed", 1: "failed", 130: "stopped, its time was up"}
 
