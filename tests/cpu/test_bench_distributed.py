@@ -107,8 +107,8 @@ def test_scale():
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert len(lines) == 6
-    assert lines[2].startswith("| decode | (64, 524288) | 2 |")
-    assert lines[5].startswith("| rows | (8192, 1048576) | 16 |")
+    assert lines[2].split()[:4] == ["decode", "(64,", "524288)", "2"]
+    assert lines[5].split()[:4] == ["rows", "(8192,", "1048576)", "16"]
     for arguments, message in (
         (["--heads", "16"], "got 16, expected 32 or 64"),
         (["--way", "ring"], "expected one of gather, rows, histogram"),

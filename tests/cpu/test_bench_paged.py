@@ -223,8 +223,8 @@ def test_reports_hold_the_numbers(tmp_path):
 
 
 def invoke(*arguments):
-    arguments = ("bench", "--operation", "fp8_paged_mqa_logits", "--device", "cpu", "--budget-ms", "1", *arguments)
-    return CliRunner().invoke(cli.app, arguments)
+    operation = () if "--operation" in arguments else ("--operation", "fp8_paged_mqa_logits")
+    return CliRunner().invoke(cli.app, ["bench", *operation, "--device", "cpu", "--budget-ms", "1", *arguments])
 
 
 def test_the_command(tmp_path):

@@ -274,8 +274,8 @@ def test_a_run_without_peers_has_a_report():
 
 
 def invoke(*arguments):
-    arguments = ("bench", "--operation", "top_k_per_row", "--device", "cpu", "--budget-ms", "1", *arguments)
-    return CliRunner().invoke(cli.app, arguments)
+    operation = () if "--operation" in arguments else ("--operation", "top_k_per_row")
+    return CliRunner().invoke(cli.app, ["bench", *operation, "--device", "cpu", "--budget-ms", "1", *arguments])
 
 
 def test_the_command(tmp_path):

@@ -49,7 +49,9 @@ def outcomes(monkeypatch) -> SimpleNamespace:
         record.asked, record.jobs = list(cases), jobs
         for case in cases:
             fault = record.fault(case)
-            finding = Finding((fault,) if fault else (), 1e-9, 1e-4, 1e-7, case.case.out_dtype)
+            finding = Finding(
+                (fault,) if fault else (), 1e-9, 1e-4, 1e-7, getattr(case.case, "out_dtype", torch.float32)
+            )
             status = "fail" if fault else "pass"
             yield Outcome(case.operation, case, case.backend, status, fault, finding, instructions=1000, seconds=0.01)
 
