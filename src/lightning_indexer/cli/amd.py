@@ -166,7 +166,7 @@ def cost(
         found = [survey.predict(published, kernels, target, begins) for published in wanted]
     notes += [f"not supported by {line}" for line in dict.fromkeys(line for each in found for line in each.refused)]
     if not any(times for each in found for times in each.times.values()):
-        raise typer.BadParameter("; ".join(notes), param_hint="--heads")
+        raise typer.BadParameter("; ".join(notes))
     shown = [*(_times(each) for each in found), _parts(found)]
     if as_json:
         common.show_json(
