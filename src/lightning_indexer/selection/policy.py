@@ -34,6 +34,7 @@ ORDER: dict[str, dict[str, tuple[str, ...]]] = {
         "gfx942": ("flydsl",),
         "gfx950": ("hip-gfx950", "gluon-gfx950", "flydsl"),
     },
+    "fp8_paged_mqa_logits": {"sm90": ("cuda-sm90",)},
     "top_k_per_row": {"sm90": ("cuda-sm90",)},
 }
 
