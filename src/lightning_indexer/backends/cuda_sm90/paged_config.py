@@ -16,7 +16,7 @@ MAX_PAIRS = 256
 _SHARED_OF_SM = 228 * 1024
 # Ints of paged_geometry.cuh's prefix sums, words of its -inf.
 _PREFIX, _NEG_INF = 512, 512
-# From so many bytes of keys on, the last tenth of the tiles is dealt out at run time: multiprocessors get unequal shares
+# From so many bytes of keys on, the last tenth of the tiles is dealt out at run time: multiprocessors get unequal parts
 # of the memory.
 DEALT_BYTES = 10**9
 DEALT = 26
@@ -103,7 +103,7 @@ class PagedConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread of a math warpgroup, and of the other warps (setmaxnreg); zeros: all stay as they start."""
-        return {(2, 2): (96, 48), (1, 2): (200, 56), (2, 1): (224, 56), (3, 1): (152, 56)}.get(
+        return {(2, 2): (88, 64), (1, 2): (192, 64), (2, 1): (216, 72), (3, 1): (144, 80)}.get(
             (self.workers, self.ctas_per_sm), (0, 0)
         )
 

@@ -45,7 +45,7 @@ constexpr int kQBytes = kGroups * kPairs * kHeadDim;
 constexpr int kQStageBytes = round_up(kQBytes);
 constexpr int kQLoadBytes = kRowsAtOnce * kHeads * kHeadDim;
 constexpr int kWeights = (kPairs + 15) / 16 * 16;  // of a group: a lane reads four at a time
-static_assert(kKStages >= 2, "K_STAGES: one is loaded while another is read, so two at least");
+static_assert(kKStages >= 2 && kKStages <= 32, "K_STAGES: one is loaded while another is read; a lane looks up each");
 static_assert(kQStages >= 1, "Q_STAGES: one at least");
 static_assert(kPairs * kHeadDim % (8 * kHeadDim) == 0, "a group starts where a swizzle pattern does");
 

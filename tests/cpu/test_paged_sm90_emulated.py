@@ -1,0 +1,83 @@
+"""The paged kernel of ``cuda-sm90``, its source and its host code, executed on the CPU with stand-ins for its PTX."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from sm90_standin.emulate import Emulator, host
+
+from lightning_indexer import Arch
+from lightning_indexer.backends.cuda_sm90 import paged_config
+from lightning_indexer.check.paged_mqa_logits import Case, call_of, run_case
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("sm90 emulated"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
+]
+
+SM90 = Arch.parse("sm90")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("sm90"))
+
+
+def _config(case: Case, **changed) -> paged_config.PagedConfig:
+    return dataclasses.replace(paged_config.heuristic(case.problem, SM90), **{"units": 2, **changed})
+
+
+def _faults(emulator: Emulator, case: Case, config: paged_config.PagedConfig, seed: int, *, deal: bool = False):
+    assert host.PagedMqaLogits().supports(case.problem, SM90) is None
+
+    def call(case, inputs, out):
+        with pytest.MonkeyPatch.context() as patch:
+            emulator.run(call_of(case, inputs, out), host.Launch(case.problem, config), patch, seed=seed, deal=deal)
+
+    return run_case(case, "", CPU, call=call)
+
+
+ONE_ROW = [
+    Case(5, 1, 64, 128, 300), Case(5, 1, 64, 128, 300, lengths="zeros"), Case(4, 1, 64, 128, 300, lengths="page ends"),
+    Case(1, 1, 64, 128, 1), Case(2, 1, 64, 128, 130, lengths="past the end"), Case(5, 1, 64, 128, 200, ragged=True),
+    Case(3, 1, 64, 128, 200, gap=256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ONE_ROW, ids=str)
+def test_one_row(case, emulator):
+    """Four lanes a row, a page a load."""
+    for seed in (1, 2):
+        assert _faults(emulator, case, _config(case), seed) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, 4, 64, 64, 200, lengths="rows", clean=False),  # a lane a row
+        Case(3, 5, 128, 32, 300, 128, lengths="rows"),  # groups of rows, the last not full; pages of two tiles
+        Case(3, 6, 16, 64, 300, 16, scales="ue8m0", lengths="rows", out_dtype=torch.bfloat16),  # four pages a tile
+    ],
+    ids=str,
+)
+def test_rows_share_tiles(case, emulator):
+    assert _faults(emulator, case, _config(case), 1) == []
+
+
+# One kernel for all of these, of queues of the least depth, on a grid of 8 workers.
+LEAST = {"k_stages": 2, "q_stages": 1}
+SCHEDULES = [Case(batch, 1, 8, 32, width) for batch, width in ((1, 70), (33, 300), (130, 130), (530, 40))]
+SCHEDULES += [Case(40, 1, 8, 32, 500, lengths="zeros"), Case(9, 1, 8, 32, 2000)]
+
+
+@pytest.mark.parametrize("case", SCHEDULES, ids=str)
+@pytest.mark.parametrize("dealt", [0, 52])
+def test_schedule(case, dealt, emulator):
+    """Batches of one and of two sequences to a prefix sum; a fifth dealt out where there are enough tiles."""
+    for seed in (3, 4):
+        assert _faults(emulator, case, _config(case, dealt=dealt, **LEAST), seed, deal=dealt > 0) == []
