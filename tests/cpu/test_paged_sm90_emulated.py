@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 import torch
-from sm90_standin.emulate import Emulator, host
 
 from lightning_indexer import Arch
 from lightning_indexer.backends.cuda_sm90 import paged_config
 from lightning_indexer.check.paged_mqa_logits import Case, call_of, run_case
+from sm90_standin.emulate import Emulator, host
 
 pytestmark = [
     pytest.mark.slow,

@@ -121,7 +121,7 @@ def test_a_pool_and_a_result_past_4_gib(backend, device):
         assert bool(found[~inside].isnan().all()), "wrote where no row sees"
         assert bool(out[:, seen:].isnan().all())
     fp8_paged_mqa_logits(q, pool, weights, lengths, tables, width, out=out, backend=backend)
-    assert torch.equal(found, expected.where(inside, -torch.inf).where(~inside, found))
+    assert bool(torch.isneginf(found[~inside]).all())
     assert bool(torch.isneginf(out[:, seen:]).all())
 
 
@@ -137,9 +137,11 @@ def test_every_choice_of_cuda_sm90(heads, head_dim, next_n, page, device):
     configs = paged_config.neighbours(case.problem, arch_of(device))
     for config in configs if page == 64 else configs[:1]:
         launch = sm90.Launch(case.problem, config)
-        faults = run_case(
-            case, "", device, repeats=20, call=lambda case, inputs, out: launch(call_of(case, inputs, out))
-        )
+
+        def call(case, inputs, out, launch=launch):
+            launch(call_of(case, inputs, out))
+
+        faults = run_case(case, "", device, repeats=20, call=call)
         assert faults == [], config
 
 

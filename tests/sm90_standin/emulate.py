@@ -1,4 +1,4 @@
-"""The paged kernel of ``cuda-sm90`` on the CPU: its source with stand-ins for its PTX, launched by its own host code."""
+"""The paged kernel of ``cuda-sm90`` on the CPU: its source on stand-ins for its PTX, launched by its own host code."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ class Map(ctypes.Structure):
 
 def tensor_map(address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
     """As ``driver.tensor_map``, with what cuTensorMapEncodeTiled asks."""
-    assert address % 16 == 0 and len(dims) == len(box) == len(strides) + 1 <= 5
+    assert address % 16 == 0
+    assert len(dims) == len(box) == len(strides) + 1 <= 5
     assert all(stride % 16 == 0 and 0 <= stride < 2**40 for stride in strides), strides
-    assert all(1 <= dim <= 2**32 for dim in dims) and all(1 <= side <= 256 for side in box), (dims, box)
+    assert all(1 <= dim <= 2**32 for dim in dims), dims
+    assert all(1 <= side <= 256 for side in box), box
     pad = (0,) * (5 - len(dims))
     five = ctypes.c_longlong * 5
     return Map(address, len(dims), five(*dims, *pad), five(1, *strides, *pad), five(*box, *pad))
@@ -74,7 +76,7 @@ class Emulator:
             HEAD, START, POINTERS = host.driver.Slot.HEAD, host.driver.Slot.START, host.driver.Slot.POINTERS
 
             def __init__(self, _: int, grid: tuple[int, int, int], block: int, shared_bytes: int, size: int) -> None:
-                assert block == launch.config.threads and shared_bytes == launch.config.shared_bytes
+                assert (block, shared_bytes) == (launch.config.threads, launch.config.shared_bytes)
                 self.buffer = ctypes.create_string_buffer(self.START + size)
                 self.address, self.grid = ctypes.addressof(self.buffer), grid[0]
 
