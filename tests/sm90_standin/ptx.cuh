@@ -1,4 +1,5 @@
-// A stand-in for the backend's ptx.cuh: the same functions on the CPU, so that a kernel written on them runs as plain C++.
+// A stand-in for the backend's ptx.cuh: the same functions on the CPU, so that a kernel written on them runs as plain
+// C++.
 //
 // Every thread of a CTA is a fiber; where one waits, another runs, in random order. What the hardware does in its own
 // time (TMA, cp.async, bulk stores, WGMMA) happens some while after it was asked for, or when it is waited for. A wait
@@ -157,9 +158,9 @@ inline void launch_cta(unsigned threads, unsigned block, unsigned grid, const st
     fiber.context.uc_stack.ss_size = fiber.stack.size();
     fiber.context.uc_link = &machine.main;
     makecontext(&fiber.context, reinterpret_cast<void (*)()>(+[] {
-                  run();
-                  machine.current->done = true;
-                }),
+      run();
+      machine.current->done = true;
+    }),
                 0);
   }
   std::vector<Fiber*> order;
