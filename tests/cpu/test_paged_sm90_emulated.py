@@ -52,8 +52,7 @@ ONE_ROW = [
 @pytest.mark.parametrize("case", ONE_ROW, ids=str)
 def test_one_row(case, emulator):
     """Four lanes a row, a page a load."""
-    for seed in (1, 2):
-        assert _faults(emulator, case, _config(case), seed) == []
+    assert _faults(emulator, case, _config(case), 1) == []
 
 
 @pytest.mark.parametrize(
@@ -79,5 +78,4 @@ SCHEDULES += [Case(40, 1, 8, 32, 500, lengths="zeros"), Case(9, 1, 8, 32, 2000)]
 @pytest.mark.parametrize("dealt", [0, 52])
 def test_schedule(case, dealt, emulator):
     """Batches of one and of two sequences to a prefix sum; a fifth dealt out where there are enough tiles."""
-    for seed in (3, 4):
-        assert _faults(emulator, case, _config(case, dealt=dealt, **LEAST), seed, deal=dealt > 0) == []
+    assert _faults(emulator, case, _config(case, dealt=dealt, **LEAST), 3 + dealt, deal=dealt > 0) == []
