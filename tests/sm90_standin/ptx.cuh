@@ -3,8 +3,8 @@
 //
 // Every thread of a CTA is a fiber; where one waits, another runs, in random order. What the hardware does in its own
 // time (TMA, cp.async, bulk stores, WGMMA) happens some while after it was asked for, or when it is waited for. A wait
-// that cannot end, an arrival too many, lanes of a warp at different collectives and reads outside of registered memory
-// end the process with a sentence.
+// that cannot end, arrivals that fill no whole number of phases, lanes of a warp at different collectives and reads outside
+// of registered memory end the process with a sentence.
 #pragma once
 
 #include <ucontext.h>
@@ -195,6 +195,8 @@ inline void launch_cta(unsigned threads, unsigned block, unsigned grid, const st
     for (Fiber* fiber : order) pending |= !fiber->copies.empty();
     if (!alive) {
       if (pending) fail("the CTA ended before its copies");
+      for (const auto& [place, barrier] : machine.barriers)
+        if (barrier.pending != barrier.expected || barrier.bytes != 0) fail("an mbarrier ended within a phase");
       return;
     }
     idle = machine.progress == before ? idle + 1 : 0;
