@@ -14,44 +14,28 @@ from lightning_indexer.check.paged_mqa_logits import Case, call_of, cases, make_
 from lightning_indexer.problems.paged_mqa_logits import OPERATION, PagedMqaLogitsProblem, reference_paged_logits
 from lightning_indexer.selection import registry
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: kernels run in the interpreter instead"),
-]
-
 BACKENDS = list(registry.kernels(OPERATION))
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _gate(backend: str, problem: PagedMqaLogitsProblem, device: torch.device) -> None:
-    [verdict] = registry.explain(problem, arch_of(device), backend)
-    if verdict.reason is not None:
-        pytest.skip(verdict.reason)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", cases(False), ids=str)
-def test_small_cases(case, backend, device):
-    _gate(backend, case.problem, device)
+def test_small_cases(case, backend, device, gate):
+    gate(backend, case.problem, device)
     assert run_case(case, backend, device, repeats=20) == []
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch-blocked"])
 @pytest.mark.parametrize("number", range(len(cases(False)), len(cases(True))))
-def test_large_cases(number, backend, device):
+def test_large_cases(number, backend, device, gate):
     case = cases(True)[number]
-    _gate(backend, case.problem, device)
+    gate(backend, case.problem, device)
     assert run_case(case, backend, device, repeats=2) == [], case
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch-blocked"])
-def test_graph_replays_with_other_lengths(backend, device):
+def test_graph_replays_with_other_lengths(backend, device, gate):
     case = Case(8, 2, 32, 128, 1500)
-    _gate(backend, case.problem, device)
+    gate(backend, case.problem, device)
     inputs = make_inputs(case, device)
     out = torch.empty(16, 1500, device=device)
 
@@ -88,10 +72,10 @@ def test_graph_replays_with_other_lengths(backend, device):
 
 
 @pytest.mark.parametrize("backend", ["cuda-sm90", "triton-portable"])
-def test_a_pool_and_a_result_past_4_gib(backend, device):
+def test_a_pool_and_a_result_past_4_gib(backend, device, gate):
     """Blocks on both sides of 4 GiB; a result of more than 2^31 bytes, whose last row is looked at."""
     layout, batch, width = CacheLayout(), 9, 2**26
-    _gate(backend, PagedMqaLogitsProblem(batch, 1, width, 32, 128, layout, 600, clean_logits=False), device)
+    gate(backend, PagedMqaLogitsProblem(batch, 1, width, 32, 128, layout, 600, clean_logits=False), device)
     blocks = 2**32 // layout.block_bytes + 9
     if torch.cuda.mem_get_info(device)[0] < blocks * layout.block_bytes + 4 * batch * width + 2**31:
         pytest.skip("too little memory")
@@ -130,10 +114,10 @@ SM90_SHAPES = [(8, 32, 1), (16, 64, 3), (32, 128, 8), (64, 128, 4), (128, 128, 8
 
 @pytest.mark.parametrize(("heads", "head_dim", "next_n"), SM90_SHAPES)
 @pytest.mark.parametrize("page", sm90.PAGES)
-def test_every_choice_of_cuda_sm90(heads, head_dim, next_n, page, device):
+def test_every_choice_of_cuda_sm90(heads, head_dim, next_n, page, device, gate):
     """What a tuning run may choose, 20 bitwise repeats each."""
     case = Case(11, next_n, heads, head_dim, 3000, page, lengths="rows", clean=page != 32)
-    _gate("cuda-sm90", case.problem, device)
+    gate("cuda-sm90", case.problem, device)
     configs = paged_config.neighbours(case.problem, arch_of(device))
     for config in configs if page == 64 else configs[:1]:
         launch = sm90.Launch(case.problem, config)
@@ -145,10 +129,10 @@ def test_every_choice_of_cuda_sm90(heads, head_dim, next_n, page, device):
         assert faults == [], config
 
 
-def test_tickets_are_left_at_zero(device):
+def test_tickets_are_left_at_zero(device, gate):
     """A part of the tiles is dealt out at run time, by calls on two streams and by a graph; results stay the same."""
     case = Case(64, 1, 32, 128, 16384)
-    _gate("cuda-sm90", case.problem, device)
+    gate("cuda-sm90", case.problem, device)
     config = dataclasses.replace(paged_config.heuristic(case.problem, arch_of(device)), dealt=52)
     launch = sm90.Launch(case.problem, config)
     inputs = make_inputs(case, device)
