@@ -10,7 +10,7 @@ import torch
 
 from lightning_indexer import Arch
 from lightning_indexer.backends.cuda_sm90 import paged_config
-from lightning_indexer.check.paged_mqa_logits import Case, call_of, run_case
+from lightning_indexer.check.paged_mqa_logits import Case, call_of, make_inputs, run_case
 from sm90_standin.emulate import Emulator, host
 
 pytestmark = [
@@ -43,9 +43,8 @@ def _faults(emulator: Emulator, case: Case, config: paged_config.PagedConfig, se
 
 
 ONE_ROW = [
-    Case(5, 1, 64, 128, 300), Case(5, 1, 64, 128, 300, lengths="zeros"), Case(4, 1, 64, 128, 300, lengths="page ends"),
-    Case(1, 1, 64, 128, 1), Case(2, 1, 64, 128, 130, lengths="past the end"), Case(5, 1, 64, 128, 200, ragged=True),
-    Case(3, 1, 64, 128, 200, gap=256),
+    Case(5, 1, 64, 128, 300), Case(4, 1, 64, 128, 300, lengths="page ends"), Case(1, 1, 64, 128, 1),
+    Case(2, 1, 64, 128, 130, lengths="past the end"), Case(5, 1, 64, 128, 200, ragged=True, gap=256),
 ]  # fmt: skip
 
 
@@ -58,9 +57,10 @@ def test_one_row(case, emulator):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(3, 4, 64, 64, 200, lengths="rows", clean=False),  # a lane a row
-        Case(3, 5, 128, 32, 300, 128, lengths="rows"),  # groups of rows, the last not full; pages of two tiles
-        Case(3, 6, 16, 64, 300, 16, scales="ue8m0", lengths="rows", out_dtype=torch.bfloat16),  # four pages a tile
+        # A lane a row; groups of rows, the last not full; pages of two tiles.
+        Case(3, 7, 64, 32, 300, 128, lengths="rows", clean=False),
+        # Two lanes a row; four pages a tile.
+        Case(3, 6, 16, 64, 300, 16, scales="ue8m0", lengths="rows", out_dtype=torch.bfloat16),
     ],
     ids=str,
 )
@@ -70,12 +70,19 @@ def test_rows_share_tiles(case, emulator):
 
 # One kernel for all of these, of queues of the least depth, on a grid of 8 workers.
 LEAST = {"k_stages": 2, "q_stages": 1}
-SCHEDULES = [Case(batch, 1, 8, 32, width) for batch, width in ((1, 70), (33, 300), (130, 130), (530, 40))]
-SCHEDULES += [Case(40, 1, 8, 32, 500, lengths="zeros"), Case(9, 1, 8, 32, 2000)]
+SCHEDULES = [
+    (Case(1, 1, 8, 32, 70), 0),
+    (Case(33, 1, 8, 32, 300), 0),
+    (Case(40, 1, 8, 32, 500, lengths="zeros"), 0),
+    (Case(9, 1, 8, 32, 2000), 0),
+    (Case(22, 1, 8, 32, 2000), 52),
+    (Case(514, 1, 8, 32, 20), 52),  # two sequences to a prefix sum
+]
 
 
-@pytest.mark.parametrize("case", SCHEDULES, ids=str)
-@pytest.mark.parametrize("dealt", [0, 52])
+@pytest.mark.parametrize(("case", "dealt"), SCHEDULES, ids=str)
 def test_schedule(case, dealt, emulator):
-    """Batches of one and of two sequences to a prefix sum; a fifth dealt out where there are enough tiles."""
-    assert _faults(emulator, case, _config(case, dealt=dealt, **LEAST), 3 + dealt, deal=dealt > 0) == []
+    """All kinds of pieces; where there are enough tiles, a fifth is dealt out."""
+    if dealt:  # only of so many tiles
+        assert int((make_inputs(case, CPU).context_lens + 63).div(64, rounding_mode="floor").sum()) >= 256
+    assert _faults(emulator, case, _config(case, dealt=dealt, **LEAST), 3, deal=dealt > 0) == []

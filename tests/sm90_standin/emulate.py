@@ -58,7 +58,7 @@ class Emulator:
         key = hashlib.sha256(repr(macros).encode()).hexdigest()[:16]
         if key not in self.libraries:
             target = self.folder / f"{key}.so"
-            command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *macros, str(self.folder / "launch.cpp")]
+            command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *macros, str(self.folder / "launch.cpp")]
             done = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr[-4000:]
             self.libraries[key] = ctypes.CDLL(str(target))

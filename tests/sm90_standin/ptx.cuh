@@ -73,6 +73,8 @@ struct Fiber {
   std::vector<char> stack;
   Index thread;
   bool done = false;
+  const unsigned* awaited = nullptr;  // a counter that has to leave `value` before the fiber goes on
+  unsigned value = 0;
   std::deque<std::function<void()>> copies;     // cp.async and what waits for it, in order
   std::vector<std::function<void()>> products;  // WGMMAs
 };
@@ -104,6 +106,13 @@ inline Machine machine;
 
 inline void yield() { swapcontext(&machine.current->context, &machine.main); }
 
+inline void wait_for_change(const unsigned& counter) {
+  Fiber& fiber = *machine.current;
+  fiber.awaited = &counter, fiber.value = counter;
+  yield();
+  fiber.awaited = nullptr;
+}
+
 inline void meet(Meeting& meeting, int all, int kind) {
   if (meeting.here == 0) meeting.kind = kind;
   if (meeting.kind != kind) fail("threads meet at different places");
@@ -114,7 +123,7 @@ inline void meet(Meeting& meeting, int all, int kind) {
     ++meeting.generation;
     return;
   }
-  while (meeting.generation == generation) yield();
+  while (meeting.generation == generation) wait_for_change(meeting.generation);
 }
 
 inline Meeting& warp() { return machine.warps[machine.current->thread.x / 32]; }
@@ -152,7 +161,7 @@ inline void launch_cta(unsigned threads, unsigned block, unsigned grid, const st
   }
   for (unsigned t = 0; t < threads; ++t) {
     Fiber& fiber = *machine.fibers[t];
-    fiber.thread.x = t, fiber.done = false;
+    fiber.thread.x = t, fiber.done = false, fiber.awaited = nullptr;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -174,9 +183,11 @@ inline void launch_cta(unsigned threads, unsigned block, unsigned grid, const st
     for (Fiber* fiber : order) {
       if (!fiber->done) {
         alive = true;
-        machine.current = fiber;
-        swapcontext(&machine.main, &fiber->context);
-        machine.progress += fiber->done;
+        if (fiber->awaited == nullptr || *fiber->awaited != fiber->value) {
+          machine.current = fiber;
+          swapcontext(&machine.main, &fiber->context);
+          machine.progress += fiber->done;
+        }
       }
       // What is done in its own time.
       while (!fiber->copies.empty() && machine.next_random() % 2) {
@@ -295,7 +306,8 @@ inline bool barrier_test(uint64_t* barrier, uint32_t parity) {
   return (barrier_at(barrier).phase & 1) != parity;
 }
 inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  while ((barrier_at(barrier).phase & 1) == parity) standin::yield();
+  const standin::Barrier& b = barrier_at(barrier);
+  while ((b.phase & 1) == parity) standin::wait_for_change(b.phase);
 }
 
 // ---- named barriers ----
