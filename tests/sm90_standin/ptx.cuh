@@ -3,8 +3,8 @@
 //
 // Every thread of a CTA is a fiber; where one waits, another runs, in random order. What the hardware does in its own
 // time (TMA, cp.async, bulk stores, WGMMA) happens some while after it was asked for, or when it is waited for. A wait
-// that cannot end, arrivals that fill no whole number of phases, lanes of a warp at different collectives and reads outside
-// of registered memory end the process with a sentence.
+// that cannot end, a barrier left within a phase, lanes of a warp at different collectives and reads outside of
+// registered memory end the process with a sentence.
 #pragma once
 
 #include <ucontext.h>
