@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -127,34 +125,3 @@ def test_every_choice_of_cuda_sm90(heads, head_dim, next_n, page, device, gate):
 
         faults = run_case(case, "", device, repeats=20, call=call)
         assert faults == [], config
-
-
-def test_tickets_are_left_at_zero(device, gate):
-    """A part of the tiles is dealt out at run time, by calls on two streams and by a graph; results stay the same."""
-    case = Case(64, 1, 32, 128, 16384)
-    gate("cuda-sm90", case.problem, device)
-    config = dataclasses.replace(paged_config.heuristic(case.problem, arch_of(device)), dealt=52)
-    launch = sm90.Launch(case.problem, config)
-    inputs = make_inputs(case, device)
-    outs = [torch.full((64, 16384), float("nan"), device=device) for _ in range(3)]
-    call = call_of(case, inputs, outs[0])
-    fixed = sm90.Launch(case.problem, dataclasses.replace(config, dealt=0))
-    fixed(call)
-    right = outs[0].clone()
-    launch(call)  # the counters are made outside of the capture
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch(call._replace(out=outs[2]))
-    for _ in range(10):
-        for out in outs:
-            out.fill_(float("nan"))
-        torch.cuda.synchronize()
-        launch(call)
-        with torch.cuda.stream(side):
-            launch(call._replace(out=outs[1]))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(out, right) for out in outs)
-    assert int(sm90._tickets(device.index).buffer.abs().sum()) == 0

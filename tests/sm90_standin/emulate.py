@@ -64,12 +64,9 @@ class Emulator:
             self.libraries[key] = ctypes.CDLL(str(target))
         return self.libraries[key]
 
-    def run(
-        self, call: PagedMqaLogitsCall, launch: host.Launch, monkeypatch: Any, *, seed: int = 1, deal: bool = False
-    ) -> None:
+    def run(self, call: PagedMqaLogitsCall, launch: host.Launch, monkeypatch: Any, *, seed: int = 1) -> None:
         """One call by the host code of the backend, its launch replaced."""
         library = self.library(launch.config)
-        tickets = (ctypes.c_uint32 * 2)()
         ranges = [_range(tensor) for tensor in call if isinstance(tensor, torch.Tensor)]
 
         class Slot:
@@ -87,18 +84,12 @@ class Emulator:
                 library.run(*maps, self.grid, len(ranges), array, seed)
                 return 0
 
-        class Tickets:
-            def address(self, _: int) -> int:
-                return ctypes.addressof(tickets) if deal else 0
-
         monkeypatch.setattr(host.driver, "Slot", Slot)
         monkeypatch.setattr(host.driver, "tensor_map", tensor_map)
         monkeypatch.setattr(host, "_function", lambda config, device: 0)
-        monkeypatch.setattr(host, "_tickets", lambda device: Tickets())
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
         launch(call)
-        assert list(tickets) == [0, 0]
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:

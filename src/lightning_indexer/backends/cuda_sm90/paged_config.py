@@ -16,10 +16,6 @@ MAX_PAIRS = 256
 _SHARED_OF_SM = 228 * 1024
 # Ints of paged_geometry.cuh's prefix sums, words of its -inf.
 _PREFIX, _NEG_INF = 512, 512
-# From so many bytes of keys on, the last tenth of the tiles is dealt out at run time: multiprocessors get unequal parts
-# of the memory.
-DEALT_BYTES = 10**9
-DEALT = 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +36,6 @@ class PagedConfig:
         ctas_per_sm: persistent CTAs of a multiprocessor.
         k_stages: tiles of 64 keys between TMA and the tensor cores, for each worker.
         q_stages: sequences of q, likewise.
-        dealt: 256ths of the tiles that are dealt out at run time.
     """
 
     heads: int
@@ -56,7 +51,6 @@ class PagedConfig:
     ctas_per_sm: int = 2
     k_stages: int = 3
     q_stages: int = 2
-    dealt: int = 0
 
     @property
     def name(self) -> str:
@@ -66,9 +60,6 @@ class PagedConfig:
             f"_w{self.workers}x{self.ctas_per_sm}_k{self.k_stages}_q{self.q_stages}"
             f"_{self.form}_{self.out}{'_ue8m0' if self.ue8m0 else ''}_sm90"
         )
-
-    def __str__(self) -> str:
-        return f"{self.name} dealt {self.dealt}/256"
 
     @property
     def ctas(self) -> int:
@@ -182,17 +173,16 @@ def of_shape(
 ) -> PagedConfig:
     """The configuration with ``rows`` rows a product; zeros are chosen by it, stages by what shared memory leaves."""
     pairs = rows * problem.heads
-    large = problem.batch * problem.keys * (problem.head_dim + 4) >= DEALT_BYTES
     config = PagedConfig(
         problem.heads, problem.head_dim, problem.next_n, problem.layout.page, problem.layout.scales == "ue8m0",
         problem.form, "f32" if problem.out_dtype is torch.float32 else "bf16", arch.units, rows,
-        dealt=DEALT if large else 0,
     )  # fmt: skip
     if workers == 0:
-        # Up to 64 columns there are registers for two CTAs of two workers, up to 128 for two of one.
-        workers, ctas_per_sm = (2, 2) if pairs <= 64 else (1, 2) if pairs <= 128 else (2, 1)
+        # Up to 64 columns there are registers for four workers of a multiprocessor, up to 128 for three.
+        workers, ctas_per_sm = (2, 2) if pairs <= 64 else (3, 1) if pairs <= 128 else (2, 1)
     if k_stages == 0:
-        k_stages = {(2, 2): 4 if large else 3, (1, 2): 8}.get((workers, ctas_per_sm), 5) * (128 // problem.head_dim)
+        most = {(2, 2): 4 if pairs < 64 else 3, (3, 1): 3}.get((workers, ctas_per_sm), 5)
+        k_stages = most * (128 // problem.head_dim)
     shapes = [(workers, ctas_per_sm, k_stages, 2)]
     shapes += [(count, 1, stages, q) for count in (2, 1) for q, stages in ((2, 5), (1, 5))]
     for count, ctas, most, q_stages in shapes:
@@ -208,10 +198,9 @@ def neighbours(problem: PagedMqaLogitsProblem, arch: Arch) -> list[PagedConfig]:
     chosen = heuristic(problem, arch)
     pairs = chosen.pairs
     shapes = [(2, 2, 3), (2, 2, 4), (1, 2, 6), (1, 2, 8)] if pairs <= 64 else []
-    shapes += [(1, 2, 6), (3, 1, 3), (3, 1, 4), (2, 1, 6)] if 64 < pairs <= 128 else []
+    shapes += [(1, 2, 6), (1, 2, 8), (3, 1, 4), (2, 1, 6)] if 64 < pairs <= 128 else []
     shapes += [(2, 1, 3), (2, 1, 4)] if pairs > 128 else []
     others = [of_shape(problem, arch, chosen.rows, *shape) for shape in shapes]
-    others += [replace(config, dealt=0 if config.dealt else DEALT) for config in (chosen, *others[:2])]
     if chosen.groups * chosen.rows >= 2 and chosen.rows > 1:
         others.append(of_shape(problem, arch, -(-chosen.rows // 2)))
     if (more := replace(chosen, q_stages=chosen.q_stages + 1)).shared_bytes <= more.shared_limit:

@@ -125,12 +125,10 @@ struct Arguments {
   const int* indices;          // null: sequence b reads row b of the tables
   const unsigned char* cache;  // for scales that do not come with the keys
   Out* out;
-  uint32_t* tickets;  // two zeros, which are left as zeros; null: nothing is dealt out at run time
   long long w_stride, length_stride, row_length_stride, table_stride, cache_stride, out_stride;
   int batch, width;
   int keys;             // the most that a row sees
   int derived_lengths;  // 1: lengths [B], of each sequence's last row; 0: [B, next_n], a row's own
-  int dealt;            // 256ths of the tiles that are dealt out by tickets
   // As if every row saw `keys` keys: tiles of a sequence, and those of a piece; `guess_rest` pieces have one more.
   int guess_tiles, guess_share, guess_rest;
   uint32_t pieces_inverse, guess_inverse;  // ceil(2^32 / x), at most 2^32 - 1, of the pieces and of guess_tiles

@@ -92,12 +92,12 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
 
   // Rounds of units, one a lane. The next one is looked up behind the first loads of a round, while those are on their
   // way; the first round is as many as load at once.
-  Course course(a, shared, blockIdx.x + worker * gridDim.x);
+  const Piece piece(a, shared, blockIdx.x + worker * gridDim.x);
   int hint = min(max(guess.sequence, 0) >> Entries(a.batch).shift, Entries(a.batch).count - 1);
-  int begin = course.begin, place = begin, count = 0, most = kKStages;
+  int place = piece.begin, count = 0, most = kKStages;
 #pragma unroll 1
   do {
-    const int round_begin = begin, round_place = place, round_count = count;
+    const int round_place = place, round_count = count;
     Unit mine;
     int i = 0;
 #pragma unroll 1
@@ -105,11 +105,10 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       int last = min(round_count, i == 0 ? kKStages : 32);
       if (round_count > 0) {
         const Unit& unit = s.unit[i];
-        const bool opens = round_place + i == round_begin || unit.tile == 0;
+        const bool opens = round_place + i == piece.begin || unit.tile == 0;
         last = min(last, i + unit.left);
-        if (opens) load_q(unit);
-        if (lane == 0) load_k(unit);
-        if (opens) load_weights(unit);
+        if (lane == 0) load_k(unit);  // what takes longest
+        if (opens) load_q(unit), load_weights(unit);
         if (lane == 0) {
 #pragma unroll 1
           for (int j = i + 1; j < last; ++j) load_k(s.unit[j]);
@@ -118,9 +117,8 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       }
       if (i == 0) {
         place += round_count;
-        if (place >= course.end && course.next(a)) begin = place = course.begin;
-        count = max(min(course.end - place, most), 0), most = 32;
-        if (lane < count) mine = unit_at(a, shared, place + lane, course.end, hint, guess);
+        count = max(min(piece.end - place, most), 0), most = 32;
+        if (lane < count) mine = unit_at(a, shared, place + lane, piece.end, hint, guess);
       }
       i = last;
     } while (i < round_count);

@@ -24,8 +24,7 @@ MAX_NEXT_N = 8
 MAX_ROWS = 2**30
 # As in the prefill kernel, the last parts of a row that is filled end past the width.
 MAX_WIDTH = 2**31 - 2**22
-# Each worker takes one ticket past the last tile.
-MAX_TILES = 2**31 - 2**20
+MAX_TILES = 2**31 - 1
 
 
 class PagedMqaLogits:
@@ -73,8 +72,8 @@ _Layout = tuple[int, tuple[int, ...], int, int, int, int, int, int, int]
 MAX_KEPT = 1024
 # The stream, pointers to the two tensor maps and to the arguments, then struct Arguments of paged_geometry.cuh: its
 # pointers, which each call packs, and what stays.
-_POINTERS = struct.Struct(f"<{driver.Slot.HEAD} 3Q 7Q")
-_CONSTANTS = struct.Struct("<6q8i2I")
+_POINTERS = struct.Struct(f"<{driver.Slot.HEAD} 3Q 6Q")
+_CONSTANTS = struct.Struct("<6q7i2I4x")
 _ARGUMENTS = driver.Slot.POINTERS + struct.calcsize("<3Q")
 _START = driver.Slot.START
 
@@ -130,7 +129,7 @@ class _Bound:
         _POINTERS.pack_into(
             slot.buffer, _START, stream, maps[1], maps[3], slot.address + _ARGUMENTS, weights.data_ptr(),
             lengths.data_ptr(), tables.data_ptr(), 0 if indices is None else indices.data_ptr(), pointers[1],
-            out.data_ptr(), _tickets(device).address(stream) if self.config.dealt else 0,
+            out.data_ptr(),
         )  # fmt: skip
         # The driver copies what the pointers point to before it returns.
         status = slot.launch()
@@ -144,9 +143,7 @@ class _Bound:
         _, _, _, cache_stride, w_stride, length_stride, row_length_stride, table_stride, out_stride = self.layout
         # Tables that are looked up by indices may be asked for rows that have one alone.
         tiles = 0 if problem.ragged else _tiles(problem)
-        total = problem.batch * tiles
-        fixed = total - (total >> 8) * config.dealt if total >= TILES_TO_DEAL * config.pieces else total
-        share, rest = divmod(fixed, config.pieces)
+        share, rest = divmod(problem.batch * tiles, config.pieces)
         slot = driver.Slot(
             _function(config, self.device), (config.ctas, 1, 1), config.threads, config.shared_bytes,
             _POINTERS.size + _CONSTANTS.size,
@@ -154,7 +151,7 @@ class _Bound:
         _CONSTANTS.pack_into(
             slot.buffer, _START + _POINTERS.size,
             w_stride, length_stride, row_length_stride, table_stride, cache_stride, out_stride,
-            problem.batch, problem.width, problem.keys, int(not problem.row_lengths), config.dealt, tiles, share, rest,
+            problem.batch, problem.width, problem.keys, int(not problem.row_lengths), tiles, share, rest,
             inverse(config.pieces), inverse(max(1, tiles)),
         )  # fmt: skip
         return slot
@@ -168,10 +165,6 @@ class _Bound:
             self.maps.clear()
         self.maps[pointers] = (q_map, int(q_map.getPtr()), k_map, int(k_map.getPtr()))
         return self.maps[pointers]
-
-
-# paged_plan.cuh's kTilesToDeal.
-TILES_TO_DEAL = 16
 
 
 def inverse(value: int) -> int:
@@ -206,40 +199,3 @@ def k_tensor_map(config: PagedConfig, address: int, blocks: int, stride: int) ->
     rows = page + (4 * page // config.head_dim if config.scales_in_load else 0)
     apart = stride if blocks > 1 else page * (config.head_dim + 4)
     return driver.tensor_map(address, (config.head_dim, rows, blocks), (config.head_dim, apart), config.k_box)
-
-
-class _Tickets:
-    """Pairs of counters on one device. A kernel finds its pair zero and leaves it zero; streams have one each.
-
-    A captured call keeps a pair to itself: its graph may run beside anything. Where there is none left, or none yet
-    during a capture, the address is 0 and the kernel deals nothing out.
-    """
-
-    PAIRS = 4096
-
-    def __init__(self) -> None:
-        self.buffer: torch.Tensor | None = None
-        self.taken = 0
-        self.of_stream: dict[int, int] = {}
-
-    def address(self, stream: int) -> int:
-        capturing = torch._C._cuda_isCurrentStreamCapturing()
-        if not capturing and (known := self.of_stream.get(stream)) is not None:
-            return known
-        if self.buffer is None:
-            if capturing:
-                return 0
-            self.buffer = torch.zeros(2 * self.PAIRS, dtype=torch.int32, device="cuda")
-            torch.cuda.current_stream().synchronize()  # once: other streams will use it
-        if self.taken == self.PAIRS:
-            return 0
-        found = self.buffer.data_ptr() + 8 * self.taken
-        self.taken += 1
-        if not capturing:
-            self.of_stream[stream] = found
-        return found
-
-
-@functools.cache
-def _tickets(device: int) -> _Tickets:
-    return _Tickets()

@@ -1,16 +1,11 @@
 // The schedule of paged_mqa_logits.cuh: from lengths to the tiles of each worker, found by every CTA for itself.
 //
-// The tiles of all sequences stand in one line. Pieces of it of equal length, one a worker, are known from the sum of
-// the tiles; a part at the end may be dealt out by tickets, kTicketTiles at a time.
+// The tiles of all sequences stand in one line; pieces of it of equal length, one a worker, are known from their sum.
 #pragma once
 
 #include "paged_geometry.cuh"
 
 namespace {
-
-constexpr int kTicketTiles = 8;
-// Fewer tiles a piece than that: tickets cost more than they even out.
-constexpr int kTilesToDeal = 16;
 
 // x / by, of 0 <= x < 2^31 and inverse = min(ceil(2^32 / by), 2^32 - 1).
 __device__ __forceinline__ int divide(int x, int by, uint32_t inverse) {
@@ -110,49 +105,19 @@ __device__ __forceinline__ Guess guess_unit(const Arguments& a, int piece) {
   return guess;
 }
 
-// A worker's way along the line, one warp's: first its piece, then tickets.
-struct Course {
-  int total, fixed;     // tiles; those that are not dealt out
-  int begin, end;       // of the stretch at hand
-  uint32_t ticket = 0;  // lane 0's, of the next stretch
+// A worker's stretch of the line.
+struct Piece {
+  int begin, end;
 
-  __device__ __forceinline__ Course(const Arguments& a, const Shared& s, int piece) {
-    const int pieces = gridDim.x * kWorkers;
-    total = s.prefix[Entries(a.batch).count];
-    const bool deals = a.tickets != nullptr && total >= kTilesToDeal * pieces;
-    fixed = deals ? total - (total >> 8) * a.dealt : total;
-    const int share = divide(fixed, pieces, a.pieces_inverse), rest = fixed - share * pieces;
+  __device__ __forceinline__ Piece(const Arguments& a, const Shared& s, int piece) {
+    const int total = s.prefix[Entries(a.batch).count], pieces = gridDim.x * kWorkers;
+    const int share = divide(total, pieces, a.pieces_inverse), rest = total - share * pieces;
     begin = share * piece + min(piece, rest);
     end = begin + share + (piece < rest);
-    take(a);
-  }
-
-  // Asks for the next stretch ahead of time.
-  __device__ __forceinline__ void take(const Arguments& a) {
-    if (fixed < total && threadIdx.x % 32 == 0) ticket = ptx::atomic_add(a.tickets, kTicketTiles);
-  }
-
-  // On to the next stretch; false: there is none.
-  __device__ __forceinline__ bool next(const Arguments& a) {
-    if (fixed == total) return false;
-    const int place = fixed + static_cast<int>(__shfl_sync(~0u, ticket, 0));
-    if (place >= total) {
-      if (threadIdx.x % 32 == 0) leave(a);
-      return false;
-    }
-    begin = place, end = min(place + kTicketTiles, total);
-    take(a);
-    return true;
-  }
-
-  // The last worker to have no more tickets puts the counters back to zero, for the launch after this one.
-  __device__ __forceinline__ void leave(const Arguments& a) {
-    __threadfence();
-    if (ptx::atomic_add(a.tickets + 1, 1) == gridDim.x * kWorkers - 1) a.tickets[0] = 0, a.tickets[1] = 0;
   }
 };
 
-// The tile at `place` of the line, inside a stretch that ends at `end`. `hint` is an entry to look at first.
+// The tile at `place` of the line, inside a piece that ends at `end`. `hint` is an entry to look at first.
 __device__ __forceinline__ Unit unit_at(const Arguments& a, const Shared& s, int place, int end, int& hint,
                                         const Guess& guess) {
   const Entries entries(a.batch);
