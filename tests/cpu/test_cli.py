@@ -270,7 +270,7 @@ def test_plan_takes_a_workspace_and_a_ratio():
         (("--requests", "1x2"), "got '1x2' in '1x2', expected CONTEXT:NEW"),
         (("--requests", ""), "expected CONTEXT:NEW"),
         (("--requests", "-5:2"), "expected CONTEXT:NEW"),
-        (("--requests", "10:5", "--max-logits-mb", "0"), "max_logits_bytes: got 0"),
+        (("--requests", "10:5", "--max-logits-mb", "-1"), "greater than or equal to 0"),
         (("--requests", "10:5", "--compress-ratio", "0"), "compress_ratio: got 0"),
         (("--requests", "10:5", "--max-gather-keys", "14"), "max_gather_keys: got 14, expected at least 15"),
         (("--requests", "1000000:5", "--max-logits-mb", "1"), "max_logits_bytes: got 1048576, expected at least"),

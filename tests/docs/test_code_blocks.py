@@ -121,6 +121,10 @@ COMMANDS = [
 @pytest.mark.parametrize("words", COMMANDS)
 def test_commands(words):
     program, *arguments = words
+    if program == "torchrun":
+        module = arguments.index("-m") + 1
+        assert arguments[module] == "lightning_indexer"
+        program, arguments = "lightning-indexer", arguments[module + 1 :]
     if program == "lightning-indexer":
         parse(arguments)
     elif program == "make":

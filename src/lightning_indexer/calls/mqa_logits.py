@@ -151,7 +151,8 @@ def _first(call: MqaLogitsCall, facts: object) -> torch.Tensor:
 
 def _converted(call: MqaLogitsCall, plan: _Plan) -> MqaLogitsCall:
     call = validate(call)
-    return call if plan.convert_to is None else _to_native_dialect(call, plan.convert_to)
+    checked: MqaLogitsCall = call if plan.convert_to is None else to_native_dialect(call, plan.convert_to)
+    return checked
 
 
 # Each call asks these; a global is found in less time than an attribute of a module.
@@ -189,8 +190,11 @@ def _plan(call: MqaLogitsCall) -> tuple[_Plan, bool]:
     return plan, prepared.settled
 
 
-def _to_native_dialect(call: MqaLogitsCall, arch: Arch) -> MqaLogitsCall:
-    """On gfx942, fn operands read as fnuz: byte 0x80 scrubbed, and a factor 2 each that goes into ``kv_scale``."""
+def to_native_dialect(call: Any, arch: Arch) -> Any:
+    """On gfx942, fn operands read as fnuz: byte 0x80 scrubbed, and a factor 2 each that goes into ``kv_scale``.
+
+    ``call`` is a record with ``q``, ``k`` and ``kv_scale``, of any operation.
+    """
     q, k, factor = call.q, call.k, 1.0
     if q.dtype is torch.float8_e4m3fn:
         q, factor = fp8.fn_to_fnuz(q), factor * fp8.FN_AS_FNUZ_FACTOR
@@ -286,10 +290,13 @@ def _on_every_rank(call: MqaLogitsCall) -> torch.Tensor:
     """The call on DTensors: rows sharded or not, keys replicated."""
     names = ("q", "k", "kv_scale", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
 
-    def local(parts: dict[str, torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
+    def local(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         q, k, *others = (parts[name] for name in names)
         options = {"clean_logits": call.clean_logits, "max_seqlen_k": call.max_seqlen_k, "out_dtype": call.out_dtype}
-        return fp8_mqa_logits(q, (k, others[0]), *others[1:], **options, out=out, backend=call.backend)  # type: ignore[arg-type]
+        out = parts.get("out")
+        return (fp8_mqa_logits(q, (k, others[0]), *others[1:], **options, out=out, backend=call.backend),)  # type: ignore[arg-type]
 
     operands = dict(zip(names, call[:6], strict=True))
-    return sharded.run(operands, ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke"), call.out, local)
+    rows = ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
+    [result] = sharded.run(operands, rows, {"out": call.out}, call.q.shape[0], local)
+    return result

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from lightning_indexer import envs
 from lightning_indexer.arch import _ASSUMED, arch_of
-from lightning_indexer.calls import common
+from lightning_indexer.calls import common, sharded
 from lightning_indexer.problems.cache_layout import CacheLayout
 from lightning_indexer.problems.mqa_logits import row_stride
 from lightning_indexer.problems.paged_mqa_logits import (
@@ -287,6 +287,9 @@ def _(*arguments: Any) -> None:
 
 def _through_operator(call: PagedMqaLogitsCall) -> torch.Tensor:
     layout = call.layout
+    if sharded.is_distributed(_tensors(call)):
+        common.refuse(OPERATION, _tensors(call))
+        return _on_every_rank(call)
     if not torch.compiler.is_compiling():  # Dynamo reads no more than it has to; the operators' fakes check
         common.refuse(OPERATION, _tensors(call))
         layout = validate(call).layout
@@ -301,3 +304,23 @@ def _through_operator(call: PagedMqaLogitsCall) -> torch.Tensor:
             raise TypeError(f"out: got dtype {call.out.dtype}, expected {call.out_dtype}, the out_dtype of the call")
         _operator_out(*operands, call.clean_logits, call.out, call.backend)
         return call.out
+
+
+def _on_every_rank(call: PagedMqaLogitsCall) -> torch.Tensor:
+    """The call on DTensors: sequences sharded or not, the cache replicated, as are tables that ``indices`` refer to."""
+    names = ("q", "kv_cache", "weights", "context_lens", "block_tables", "indices")
+    by_rows = ("q", "weights", "context_lens", "block_tables" if call.indices is None else "indices")
+    operands = {name: getattr(call, name) for name in names}
+
+    def local(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        given: dict[str, Any] = {name: parts.get(name) for name in (*names, "out")}
+        part = call._replace(**given)
+        result = fp8_paged_mqa_logits(
+            *part[:6], layout=part.layout, indices=part.indices, clean_logits=part.clean_logits,
+            out_dtype=part.out_dtype, out=part.out, backend=part.backend,
+        )  # fmt: skip
+        return (result,)
+
+    next_n = call.q.shape[1]
+    [result] = sharded.run(operands, by_rows, {"out": call.out}, call.q.shape[0] * next_n, local)
+    return result

@@ -121,7 +121,9 @@ class Suite(Protocol):
 # By operation, where its suite is defined.
 _SUITES = {
     "fp8_mqa_logits": "mqa_logits:MqaLogitsSuite",
+    "fp8_mqa_topk": "mqa_topk:MqaTopKSuite",
     "fp8_paged_mqa_logits": "paged_mqa_logits:PagedMqaLogitsSuite",
+    "fp8_paged_mqa_topk": "paged_mqa_topk:PagedMqaTopKSuite",
     "top_k_per_row": "top_k:TopKSuite",
 }
 

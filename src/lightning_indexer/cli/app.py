@@ -15,6 +15,7 @@ from lightning_indexer.chunking import parse_requests, plan_chunks
 from lightning_indexer.cli import amd as cli_amd
 from lightning_indexer.cli import bench as cli_bench
 from lightning_indexer.cli import common
+from lightning_indexer.cli import distributed as cli_distributed
 from lightning_indexer.cli import engines as cli_engines
 from lightning_indexer.cli import prebuild as cli_prebuild
 from lightning_indexer.cli import verify as cli_verify
@@ -125,7 +126,9 @@ def explain(
 @app.command()
 def plan(
     requests: Annotated[str, typer.Option(help="CONTEXT:NEW,CONTEXT:NEW,… in tokens: cached before, and new.")],
-    max_logits_mb: Annotated[int, typer.Option(help="Budget of one chunk's float32 logits, MiB.")] = 512,
+    max_logits_mb: Annotated[
+        int, typer.Option(min=0, help="Budget of one chunk's float32 logits, MiB; 0: none, for fp8_mqa_topk.")
+    ] = 512,
     max_gather_keys: Annotated[int | None, typer.Option(help="Keys that the gather workspace holds.")] = None,
     compress_ratio: Annotated[int, typer.Option(help="Tokens per key (4 where keys are compressed).")] = 1,
 ) -> None:
@@ -138,7 +141,7 @@ def plan(
     with common.bad_parameter(None):
         chunks = plan_chunks(
             parsed,
-            max_logits_bytes=max_logits_mb * 2**20,
+            max_logits_bytes=max_logits_mb * 2**20 or None,
             max_gather_keys=max_gather_keys,
             compress_ratio=compress_ratio,
         )
@@ -168,6 +171,7 @@ def demo(
 
 app.command()(cli_verify.verify)
 app.command()(cli_bench.bench)
+app.command()(cli_distributed.scale)
 app.command()(cli_amd.resources)
 app.command()(cli_amd.disasm)
 app.command()(cli_amd.cost)

@@ -14,8 +14,10 @@ from rich.table import Table
 
 from lightning_indexer.check.cases import PERFORMANCE_SHAPES, WINDOWS
 from lightning_indexer.cli import common
+from lightning_indexer.cli import distributed as cli_distributed
 from lightning_indexer.cli.common import err, out
 from lightning_indexer.problems.mqa_logits import FORMS, OPERATION
+from lightning_indexer.problems.mqa_topk import OPERATION as MQA_TOPK
 from lightning_indexer.problems.paged_mqa_logits import OPERATION as PAGED
 from lightning_indexer.problems.top_k import MAX_K
 from lightning_indexer.problems.top_k import OPERATION as TOP_K
@@ -30,6 +32,7 @@ OPTIONS = {
     OPERATION: ("--heads", "--head-dim", "--windows", "--forms", "--tune"),
     PAGED: ("--heads", "--head-dim", "--lengths"),
     TOP_K: ("--k", "--windows"),
+    MQA_TOPK: ("--heads", "--k", "--windows"),
 }
 
 
@@ -40,8 +43,8 @@ def bench(
         list[str] | None, typer.Option(help="A backend's name; repeat for several. Default: all that can run.")
     ] = None,
     heads: Annotated[str | None, typer.Option(help="Heads, comma-separated. Default: 32,64. Not of selection.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Head dim. Default: 128. Not of selection.")] = None,
-    k: Annotated[str | None, typer.Option("--k", help="k, comma-separated. Default: 2048. Selection only.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Head dim. Default: 128. Scoring only.")] = None,
+    k: Annotated[str | None, typer.Option("--k", help="k, comma-separated. Default: 2048. Not of scoring.")] = None,
     shapes: Annotated[
         str | None,
         typer.Option(
@@ -71,15 +74,24 @@ def bench(
             help="Time tile configs around each heuristic's choice instead; writes nothing. Prefill only.",
         ),
     ] = False,
+    distributed: Annotated[
+        bool,
+        typer.Option("--distributed", help="Context parallelism instead, under torchrun; --forms rows,keys,decode."),
+    ] = False,
 ) -> None:
     """Time backends and peers in one run, after checking each result against the oracle.
 
     Examples: `lightning-indexer bench --device cuda --heads 32,64`,
     `lightning-indexer bench --device cpu --shapes 1024x8192 --heads 32 --forms clean`,
     `lightning-indexer bench --operation top_k_per_row --shapes prefill`,
+    `lightning-indexer bench --operation fp8_mqa_topk --heads 32,64`,
     `lightning-indexer bench --operation fp8_paged_mqa_logits --heads 64 --shapes 64x1x32768,64x4x32768`,
+    `torchrun --nproc-per-node 2 -m lightning_indexer bench --distributed`,
     `lightning-indexer bench --tune --backend cuda-sm90 --shapes 4096x32768 --forms noclean`
     """
+    if distributed:
+        cli_distributed.bench(device, shapes, heads, k, forms, budget_ms, results, _command())
+        return
     common.one_of("--operation", operation, tuple(OPTIONS))
     given = {
         "--heads": heads, "--head-dim": head_dim, "--k": k, "--windows": windows, "--lengths": lengths,
@@ -97,6 +109,9 @@ def bench(
     if operation == PAGED:
         decode = _paged_cases(shapes, heads, head_dim, lengths, where)
         _bench_paged(decode, backends, where, peers, budget_ms, results)
+        return
+    if operation == MQA_TOPK:
+        _bench_fused(shapes, windows, heads, k, backends, where, peers, budget_ms, results)
         return
     from lightning_indexer.bench import environment, report, sweep, timing
     from lightning_indexer.bench import peers as peers_module
@@ -237,6 +252,51 @@ def _end(paths: Sequence[Path], rows: Sequence[Any], backends: Sequence[str]) ->
     """Names the files; a wrong backend is a failed run."""
     err.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
     if any(row.note.startswith("WRONG") and row.contender in backends for row in rows):
+        raise typer.Exit(1)
+
+
+def _bench_fused(
+    shapes: str | None, windows: str | None, heads: str | None, k: str | None, backends: list[str],
+    where: torch.device, peers: bool, budget_ms: float, results: Path,
+) -> None:  # fmt: skip
+    from lightning_indexer.bench import environment, mqa_topk, mqa_topk_report, top_k_peers
+    from lightning_indexer.bench import peers as peers_module
+
+    sizes = common.ints("--k", k or "2048")
+    if max(sizes) > MAX_K:
+        raise typer.BadParameter(f"got {max(sizes)}, expected 1 to {MAX_K}", param_hint="--k")
+    default = mqa_topk.SHAPES if where.type == "cuda" else mqa_topk.CPU_SHAPES
+    cases = tuple(
+        mqa_topk.Case(rows, keys, h, size, window)
+        for window in common.names("--windows", windows or "causal", mqa_topk.WINDOWS)
+        for rows, keys in (common.shapes(shapes) if shapes else default)
+        for h in common.ints("--heads", heads or "32,64")
+        for size in sizes
+    )
+    scoring: peers_module.DeepGemm | None = None
+    selecting: list[top_k_peers.Peer] = []
+    notes: list[str] = []
+    if peers:
+        found, absent = peers_module.find(where)
+        scoring = next((peer for peer in found if isinstance(peer, peers_module.DeepGemm)), None)
+        selecting, others = top_k_peers.find(where)
+        if scoring is not None:
+            notes = [f"{scoring.name}: {scoring.note}", *(f"{peer.name}: {peer.note}" for peer in selecting)]
+        notes += [f"not measured: {line}" for line in absent + others]
+    plan = mqa_topk.Plan(cases, tuple(backends), budget_ms)
+    rows_found = []
+    with common.progress() as progress:
+        task = progress.add_task("bench", total=len(cases) * len(mqa_topk.contenders(plan, scoring, selecting)))
+        for row in mqa_topk.run(plan, scoring, selecting, where):
+            rows_found.append(row)
+            progress.update(task, advance=1, description=f"{row.contender} {row.case}")
+    facts = environment.record(where)
+    text = mqa_topk_report.markdown(rows_found, backends, facts, notes, _command())
+    typer.echo(text)
+    paths = mqa_topk_report.write(results, text, rows_found, facts)
+    err.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
+    ours = {name for backend in backends for name in (backend, mqa_topk.TWO + backend)}
+    if any(row.note.startswith("WRONG") and row.contender in ours for row in rows_found):
         raise typer.Exit(1)
 
 

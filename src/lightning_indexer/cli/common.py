@@ -18,8 +18,12 @@ from lightning_indexer.amd.built import CompileError
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.problems.cache_layout import CacheLayout
 from lightning_indexer.problems.mqa_logits import FORMS, OPERATION, MqaLogitsProblem
+from lightning_indexer.problems.mqa_topk import OPERATION as MQA_TOPK
+from lightning_indexer.problems.mqa_topk import MqaTopKProblem
 from lightning_indexer.problems.paged_mqa_logits import OPERATION as PAGED
 from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsProblem
+from lightning_indexer.problems.paged_mqa_topk import OPERATION as PAGED_MQA_TOPK
+from lightning_indexer.problems.paged_mqa_topk import PagedMqaTopKProblem
 from lightning_indexer.problems.top_k import OPERATION as TOP_K
 from lightning_indexer.problems.top_k import TopKProblem
 from lightning_indexer.selection import registry as dispatch
@@ -31,6 +35,10 @@ USUAL: dict[str, Any] = {
     PAGED: PagedMqaLogitsProblem(64, 1, 32768, 64, 128, CacheLayout(), 512),
     TOP_K: TopKProblem(rows=4096, width=32768, k=2048),
 }
+USUAL[PAGED_MQA_TOPK] = PagedMqaTopKProblem(
+    USUAL[PAGED]._replace(clean_logits=False), TopKProblem(rows=64, width=32768, k=2048, starts=False)
+)
+USUAL[MQA_TOPK] = MqaTopKProblem(USUAL[OPERATION]._replace(clean_logits=False), USUAL[TOP_K])
 
 # A pipe or a log has no width: tables get theirs.
 out = Console(width=None if sys.stdout.isatty() else 140)

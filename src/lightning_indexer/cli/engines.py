@@ -17,7 +17,7 @@ from lightning_indexer.cli.common import err
 from lightning_indexer.e2e import report, traces
 from lightning_indexer.e2e import run as runner
 from lightning_indexer.e2e.dims import MODELS
-from lightning_indexer.e2e.stack import TORCH
+from lightning_indexer.e2e.stack import FUSED, TORCH
 from lightning_indexer.selection import registry as dispatch
 
 GPU_CONTEXTS, CPU_CONTEXTS = "32768,65536,131072", "1024,2048"
@@ -38,8 +38,8 @@ def e2e(
     select_a: Annotated[
         str | None,
         typer.Option(
-            help=f"What selects on side A: {TORCH}, policy, or a backend. Default: {TORCH}; policy where --a or --b is"
-            " given, so that the sides differ in one thing."
+            help=f"What selects on side A: {TORCH}, policy, a backend, or {FUSED}: the call that scores. Default:"
+            f" {TORCH}; policy where --a or --b is given, so that the sides differ in one thing."
         ),
     ] = None,
     select_b: Annotated[str, typer.Option(help="Likewise on side B.")] = runner.POLICY,
@@ -63,6 +63,7 @@ def e2e(
 
     Examples: `lightning-indexer e2e --device cpu --context 1024`,
     `lightning-indexer e2e --device cuda --context 131072 --select-a torch.topk --select-b cuda-sm90`,
+    `lightning-indexer e2e --device cuda --context 32768,131072 --select-a policy --select-b fused`,
     `lightning-indexer e2e --device cuda --model glm-5.2 --context 32768,131072 --a triton-portable --b cuda-sm90`,
     `lightning-indexer e2e --device cuda --model deepseek-v3.2 --layers 2 --repeats 3 --no-trace`
     """
@@ -157,7 +158,7 @@ def _backend(name: str | None) -> str | None:
 def _ran(option: str, name: str | None, arch: Arch, calls: Sequence[Any]) -> dict[str, int]:
     """What one side comes to, checked: it must run every one of the calls here."""
     with common.bad_parameter(option):
-        if name is not None and (name != TORCH or not option.startswith("--select")):
+        if name is not None and (name not in (TORCH, FUSED) or not option.startswith("--select")):
             dispatch.get(name)
         try:
             return runner.ran(calls, arch, name)

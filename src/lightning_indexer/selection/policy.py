@@ -35,6 +35,12 @@ ORDER: dict[str, dict[str, tuple[str, ...]]] = {
         "gfx950": ("hip-gfx950", "gluon-gfx950", "flydsl"),
     },
     "fp8_paged_mqa_logits": {"sm90": ("cuda-sm90",)},
+    "fp8_mqa_topk": {
+        "sm90": ("cuda-sm90",),
+        "gfx942": ("flydsl",),
+        "gfx950": ("hip-gfx950", "gluon-gfx950", "flydsl"),
+    },
+    "fp8_paged_mqa_topk": {"sm90": ("cuda-sm90",)},
     "top_k_per_row": {"sm90": ("cuda-sm90",)},
 }
 
@@ -109,6 +115,9 @@ def _gluon_gfx950(problem: Any) -> tuple[str, bool]:
 _RULES: dict[tuple[str, str], Callable[[Any], tuple[str, bool]]] = {
     ("fp8_mqa_logits", "hip-gfx950"): _hip_gfx950,
     ("fp8_mqa_logits", "gluon-gfx950"): _gluon_gfx950,
+    # What scores alone scores here too.
+    ("fp8_mqa_topk", "hip-gfx950"): _hip_gfx950,
+    ("fp8_mqa_topk", "gluon-gfx950"): _gluon_gfx950,
 }
 
 

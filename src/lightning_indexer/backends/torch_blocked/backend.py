@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import ClassVar
 
+from lightning_indexer.backends.row_waves import RowWaves
 from lightning_indexer.backends.torch_blocked.mqa_logits import MqaLogits
 from lightning_indexer.backends.torch_blocked.paged_mqa_logits import PagedMqaLogits
 from lightning_indexer.backends.torch_blocked.top_k import TopK
+
+_SELECTIONS = [(TopK(), lambda: None)]
 
 
 class TorchBlocked:
@@ -14,7 +18,9 @@ class TorchBlocked:
     summary = "PyTorch, block by block; any device, any H and D; exact float32"
     kernels: ClassVar = {
         "fp8_mqa_logits": MqaLogits(),
+        "fp8_mqa_topk": RowWaves(MqaLogits(), _SELECTIONS, attrgetter("block_rows")),
         "fp8_paged_mqa_logits": PagedMqaLogits(),
+        "fp8_paged_mqa_topk": RowWaves(PagedMqaLogits(), _SELECTIONS),
         "top_k_per_row": TopK(),
     }
 
