@@ -107,9 +107,9 @@ class MqaLogitsCall(NamedTuple):
     """The arguments of one call, in the order of ``fp8_mqa_logits``.
 
     What a backend is given has been validated and normalised: ``q`` [M, H, D] and ``k`` [N, D] fp8 of the arch's
-    dialect or both bfloat16, last dimension contiguous; ``kv_scale`` [N] float32, contiguous; ``weights`` [M, H] float32, last dimension
-    contiguous; ``ks`` and ``ke`` [M] int32, contiguous; ``out`` [M, width], last dimension contiguous. All on one
-    device; rows of q, k, weights and out may have any stride.
+    dialect or both bfloat16, last dimension contiguous; ``kv_scale`` [N] float32, contiguous; ``weights`` [M, H]
+    float32, last dimension contiguous; ``ks`` and ``ke`` [M] int32, contiguous; ``out`` [M, width], last dimension
+    contiguous. All on one device; rows of q, k, weights and out may have any stride.
     """
 
     q: torch.Tensor
