@@ -48,7 +48,7 @@ def random_(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def indexer_call(kind: str, tokens: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor], Callable[[], object]]:
-    """One indexer, a prefill of ``tokens`` through it without a cache, and what makes the next call one of a new mask."""
+    """One indexer, a prefill of ``tokens`` through it without a cache, and what makes its mask a new one."""
     config = config_of(kind, num_hidden_layers=4)
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     make = getattr(module, f"{KINDS[kind][0]}Indexer")
@@ -84,7 +84,9 @@ def measured(call: Callable[[], torch.Tensor], repeats: int) -> tuple[float, flo
     return times[0], statistics.median(times[1:]), (torch.cuda.max_memory_allocated() - before) / GIB
 
 
-def overlap(ours: torch.Tensor, theirs: torch.Tensor, visible: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, float]:
+def overlap(
+    ours: torch.Tensor, theirs: torch.Tensor, visible: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[float, float]:
     """Mean and worst share of a row's keys, on rows spread over the prefill."""
     shares = []
     for row in range(ours.shape[1] // 64 - 1, ours.shape[1], max(1, ours.shape[1] // 64)):
@@ -187,8 +189,14 @@ def main() -> None:
     models = []
     if not given.skip_models:
         models = [line for kind in given.kinds for prompt in given.prompts for line in model(kind, prompt, given.new)]
-    lines = [line for kind in given.kinds for tokens in given.tokens for line in indexers(kind, tokens, given.eager_up_to)]
-    print("\n| model | prompt | side | generate() of one token, ms | decode, tokens/s | tokens as eager |\n" + "| --- " * 6 + "|")
+    lines = [
+        line for kind in given.kinds for tokens in given.tokens for line in indexers(kind, tokens, given.eager_up_to)
+    ]
+    print(
+        "\n| model | prompt | side | generate() of one token, ms | decode, tokens/s | tokens as eager |\n"
+        + "| --- " * 6
+        + "|"
+    )
     print("\n".join(models))
     print("\n| indexer | tokens | side | first, ms | next layers, ms | GiB | overlap with eager: mean, worst row |")
     print("| --- " * 7 + "|\n" + "\n".join(lines))

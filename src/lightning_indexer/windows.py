@@ -89,6 +89,6 @@ def _complain(mask: torch.Tensor, row: int) -> None:
     start, stop = int(places[0]), int(places[-1]) + 1
     gap = start + int((~allowed[start:]).int().argmax())
     raise ValueError(
-        f"mask: row {row} allows {len(places)} keys in [{start}, {stop}), but not key {gap}, expected one run of keys: a "
-        "window has no holes"
+        f"mask: row {row} allows {len(places)} keys in [{start}, {stop}), but not key {gap}, expected one run of keys: "
+        "a window has no holes"
     )

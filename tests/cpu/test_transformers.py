@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 import pytest
 import torch
 
 from lightning_indexer.integrations import transformers as plugin
-from lightning_indexer.integrations.patching import IntegrationError
-from lightning_indexer.integrations.transformers import indexers, selection
+from lightning_indexer.integrations.patching import IntegrationError, text_of
+from lightning_indexer.integrations.transformers import selection
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
@@ -131,12 +132,13 @@ def test_beams_reorder_the_bytes_of_the_cache():
 @pytest.mark.parametrize(("precision", "least"), [("bfloat16", 0.999), ("fp8", 0.985)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_published_dimensions(kind, precision, least):
-    """One indexer with H and D as published: a prefill with left padding, more of it, then a step; selections side by side."""
+    """One indexer with H and D as published: a prefill with left padding, more of it, then a step, side by side."""
     name, small = MODELS[kind]
     heads, hidden = {"glm_moe_dsa": 32}.get(kind, 64), 256
     sizes = {"index_n_heads": heads, "index_head_dim": 128, "hidden_size": hidden, "q_lora_rank": 192}
     rope = {"head_dim": 128, "partial_rotary_factor": 0.5} if kind == "deepseek_v4" else {"qk_rope_head_dim": 64}
-    config = getattr(transformers, f"{name}Config")(**(small | sizes | rope), **TOKENS, index_topk=48 if kind == "deepseek_v4" else 160)
+    sizes |= {"index_topk": 48 if kind == "deepseek_v4" else 160}
+    config = getattr(transformers, f"{name}Config")(**(small | sizes | rope), **TOKENS)
     torch.manual_seed(3)
     module = __import__(f"transformers.models.{kind}.modeling_{kind}", fromlist=["_"])
     layer = len(config.layer_types) - 1
@@ -299,7 +301,7 @@ def test_another_party_has_replaced_it():
 
     ours = GlmMoeDsaIndexer.forward
     GlmMoeDsaIndexer.forward = lambda self: None
-    with pytest.raises(IntegrationError, match="GlmMoeDsaIndexer.forward was replaced by another party"):
+    with pytest.raises(IntegrationError, match=r"GlmMoeDsaIndexer\.forward was replaced by another party"):
         plugin.uninstall()
     GlmMoeDsaIndexer.forward = ours
 
@@ -318,25 +320,25 @@ def test_a_class_that_changed_is_refused(monkeypatch):
     assert plugin.replaced() == ()
 
 
-def test_what_counts_as_the_same_text():
-    def one(x):
-        """Some words."""
-        return x + 1  # a comment
-
-    def two(x):
-        return (
-            x + 1
-        )
-
-    def three(x):
-        return x + 2
-
-    digests = [indexers.text_of(f).strip() for f in (one, three)]
-    assert len(set(digests)) == 2
-    source = "def one(x):\n    return x + 1\n"
-    assert source
-    assert indexers.text_of(one) == indexers.text_of(one)
-    assert two(1) == one(1)
+def test_what_counts_as_the_same_text(tmp_path):
+    """Layout, comments and docstring do not; anything else does."""
+    texts = {
+        "plain": "def f(x: int) -> int:\n    return x + 1\n",
+        "worded": 'def f(x: int) -> int:\n    """Some: words."""\n\n    # why\n    return x + 1  # what\n',
+        "broken": "def f(\n    x: int\n) -> int:\n    return x + 1\n",
+        "other": "def f(x: int) -> int:\n    return x + 2\n",
+    }
+    digests = {}
+    for name, text in texts.items():
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(f"texts_{name}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        digests[name] = text_of(module.f)
+    assert digests["plain"] == digests["worded"] == digests["broken"] != digests["other"]
+    with pytest.raises(IntegrationError, match="has no source to compare"):
+        text_of(len)
 
 
 def test_other_refusals(monkeypatch):

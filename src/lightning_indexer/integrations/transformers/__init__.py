@@ -1,7 +1,7 @@
-"""The indexers of Hugging Face ``transformers`` through this library: ``deepseek_v32``, ``glm_moe_dsa``, ``deepseek_v4``.
+"""Hugging Face ``transformers``: the indexers of ``deepseek_v32``, ``glm_moe_dsa`` and ``deepseek_v4``.
 
-Their eager code makes [B, S, H, T] float32 scores. :func:`install` replaces the ``forward`` of the indexer classes, or of
-the indexers of one model: projections and rotary embedding stay those of the model, scoring and selection are
+Their eager code makes [B, S, H, T] float32 scores. :func:`install` replaces the ``forward`` of the indexer classes, or
+of the indexers of one model: projections and rotary embedding stay those of the model, scoring and selection are
 ``fp8_mqa_logits`` and ``top_k_per_row``, some rows at a time. docs/engines.md has the details.
 
 Reads transformers 5.17 and newer. What is replaced is known by its text: a class whose code changed is refused.
@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_indexer.integrations.patching import IntegrationError, distribution_version
-from lightning_indexer.integrations.transformers.indexers import INDEXERS, Indexer, text_of
+from lightning_indexer.integrations.patching import IntegrationError, distribution_version, text_of
+from lightning_indexer.integrations.transformers.indexers import INDEXERS, Indexer
 from lightning_indexer.integrations.transformers.keys import FORMATS
 
 Precision = Literal["fp8", "bfloat16"]
@@ -82,9 +82,9 @@ def install(model: nn.Module | None = None, *, precision: Precision = "fp8") -> 
         raise ValueError(f"precision: got {precision!r}, expected one of {', '.join(FORMATS)}")
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module or None")
-    if _INSTALLED and _INSTALLED != [precision]:
+    if _INSTALLED and _INSTALLED[0] != precision:
         raise IntegrationError(
-            f"transformers: {_INSTALLED[0]} is installed, {precision} was asked for: uninstall first; nothing was changed"
+            f"transformers: {_INSTALLED[0]} is installed, {precision} was asked for: uninstall first"
         )
     version = _checked_version()
     patches = _patches_of_classes(version, precision) if model is None else _patches_of(model, version, precision)
@@ -147,7 +147,9 @@ def _patches_of_classes(version: str, precision: Precision) -> list[_Patch]:
                 f"transformers {version} has no {indexer.module}.{indexer.name} ({error}); nothing was replaced"
             ) from error
         _check(indexer, owner, version)
-        patches.append(_Patch(owner, "forward", f"{indexer.module}.{indexer.name}.forward", _forward(indexer, precision)))
+        patches.append(
+            _Patch(owner, "forward", f"{indexer.module}.{indexer.name}.forward", _forward(indexer, precision))
+        )
     return patches
 
 

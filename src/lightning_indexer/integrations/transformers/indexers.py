@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import inspect
-import io
-import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,41 +23,13 @@ class Indexer:
     Attributes:
         module, name: where it is.
         make: its ``forward`` for a format of K.
-        texts: by method, or class and method of the same module, :func:`text_of` what this was written after.
+        texts: by method, or class and method of the same module, ``text_of`` what this was written after.
     """
 
     module: str
     name: str
     make: Callable[[KeyFormat], Forward]
     texts: dict[str, str] = field(default_factory=dict)
-
-
-_IGNORED = frozenset(
-    (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
-)
-
-
-def text_of(function: Callable[..., Any]) -> str:
-    """A digest of a function's source without comments, layout and docstring.
-
-    Raises:
-        IntegrationError: there is no source.
-    """
-    try:
-        lines, _ = inspect.getsourcelines(inspect.unwrap(function))
-    except (OSError, TypeError) as error:
-        raise IntegrationError(f"transformers: {function!r} has no source to compare ({error})") from error
-    source = inspect.cleandoc("\n" + "".join(lines))
-    tokens = [
-        token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in _IGNORED
-    ]
-    # A docstring stands behind the colon that ends the signature.
-    body = [text for before, text in zip([""] + tokens, tokens, strict=False) if not _is_docstring(before, text)]
-    return hashlib.sha256(" ".join(body).encode()).hexdigest()[:16]
-
-
-def _is_docstring(before: str, text: str) -> bool:
-    return before == ":" and text.lstrip("rR").startswith('"""')
 
 
 def _check_cache(form: KeyFormat, cached: torch.Tensor) -> None:
@@ -135,7 +103,7 @@ def _mla(module_name: str, rotary_name: str) -> Callable[[KeyFormat], Forward]:
 def _compressed(form: KeyFormat) -> Forward:
     module = importlib.import_module(_V4)
 
-    def keys(self: Any, hidden_states: torch.Tensor, layer: Any, rotary: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def keys(self: Any, hidden_states: torch.Tensor, layer: Any, rotary: Forward) -> torch.Tensor:
         """[B, windows, D]: keys of the windows that these tokens complete."""
         ratio, head_dim = self.compress_rate, self.head_dim
         kv, gate, first = self.kv_proj(hidden_states), self.gate_proj(hidden_states), 0
@@ -146,7 +114,8 @@ def _compressed(form: KeyFormat) -> Forward:
             kv, gate, first = layer.store_compression_weights("indexer", kv, gate)
         batch, count = kv.shape[0], kv.shape[1] // ratio
         if count == 0:
-            return kv.new_zeros((batch, 0, head_dim))
+            nothing: torch.Tensor = kv.new_zeros((batch, 0, head_dim))
+            return nothing
         kv = kv.view(batch, count, ratio, 2 * head_dim)
         gate = gate.view(batch, count, ratio, 2 * head_dim) + self.position_bias
         # A key is a gated mean of the second half of its own window's channels and the first half of the window before.
@@ -163,7 +132,8 @@ def _compressed(form: KeyFormat) -> Forward:
         mean = self.kv_norm((values * gates.to(values.dtype)).sum(dim=2))
         positions = (torch.arange(count, device=mean.device) * ratio + first)[None].expand(batch, -1)
         cos, sin = self.rotary_emb(mean, position_ids=positions, layer_type=self.rope_layer_type)
-        return rotary(mean.unsqueeze(1), cos, sin).squeeze(1)
+        turned: torch.Tensor = rotary(mean.unsqueeze(1), cos, sin)
+        return turned.squeeze(1)
 
     @torch.no_grad()
     def forward(

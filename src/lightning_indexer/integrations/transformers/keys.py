@@ -1,7 +1,7 @@
 """How K is kept in the model's cache and scored: fp8 rows with their scale behind, or what the eager code keeps.
 
-A cache of transformers holds whatever [B, S, W] it is given, and crops, reorders and repeats that. So fp8 keys travel as
-bytes: each is quantised once, and costs 144 bytes where bfloat16 costs 256.
+A cache of transformers holds whatever [B, S, W] it is given, and crops, reorders and repeats that. So fp8 keys travel
+as bytes: each is quantised once, and costs 144 bytes where bfloat16 costs 256.
 """
 
 from __future__ import annotations

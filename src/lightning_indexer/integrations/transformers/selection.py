@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.integrations.transformers.keys import KeyFormat, Scored
+from lightning_indexer.integrations.window_selection import select_in_windows
 from lightning_indexer.windows import allowed_keys, spans_of
 
 # Rows are taken together while their logits, and their q in float32, stay under these.
@@ -66,7 +67,11 @@ def select(
         operands = form.queries(*queries(part))
         if isinstance(seen, Windows):
             start, stop = seen.start[part], seen.stop[part]
-            _windowed(operands, kv, base[part], start, stop, keys, batch, indices[part])
+            # Several sequences: columns relative to the window, or each row would be as long as all of them.
+            select_in_windows(
+                operands.q, kv, operands.weights, base[part] + start, base[part] + stop, indices[part],
+                width=keys if batch > 1 else 0, offsets=start,
+            )  # fmt: skip
             if fill and (seen.lengths is None or int(seen.lengths[part].min()) < k):
                 _fill(indices[part], start, stop)
         else:
@@ -74,27 +79,6 @@ def select(
             mask = seen[0, part] if batch == 1 else seen[row // tokens, row % tokens]
             _masked(operands, kv, base[part], last[part], mask, batch, indices[part])
     return out
-
-
-def _windowed(
-    operands: Scored,
-    kv: tuple[torch.Tensor, torch.Tensor | None],
-    base: torch.Tensor,
-    start: torch.Tensor,
-    stop: torch.Tensor,
-    keys: int,
-    batch: int,
-    out: torch.Tensor,
-) -> None:
-    """Scores and selects within windows: the place of a call that fuses the two."""
-    ks, ke = base + start, base + stop
-    # Several sequences: columns relative to the window, or each row would be as long as all of them.
-    compressed = batch > 1
-    logits = fp8_mqa_logits(
-        operands.q, kv, operands.weights, ks, ke, clean_logits=False, max_seqlen_k=keys if compressed else 0
-    )
-    row_starts, row_ends = (None, stop - start) if compressed else (ks, ke)
-    top_k_per_row(logits, out.shape[1], row_starts, row_ends, index_base="offset", offsets=start, order="any", out=out)
 
 
 def _masked(
@@ -144,9 +128,9 @@ class Masks:
         """Windows where there are many rows and each sees one run of keys, else the mask as it is."""
         if batch * tokens <= FEW_ROWS or torch.compiler.is_compiling():
             return mask
-        layout = (mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, batch)
-        layout += (None if mask.is_inference() else mask._version,)
-        storage = StorageWeakRef(mask.untyped_storage())
+        version = None if mask.is_inference() else mask._version
+        layout = (mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, batch, version)
+        storage = StorageWeakRef(mask.untyped_storage())  # type: ignore[no-untyped-call]
         known = self._known.get(mask.device)
         # A weak reference keeps the address of its storage from being given to another.
         if known is None or known.storage.cdata != storage.cdata or known.layout != layout:
