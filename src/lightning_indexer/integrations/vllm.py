@@ -4,7 +4,8 @@
   AITER. CUDA: ``vllm.utils.deep_gemm.fp8_fp4_mqa_logits``, which the layers import; compressed logits.
 - ``prefill-topk``: its selection. CUDA: ``vllm._custom_ops.top_k_per_row_prefill``, fused with scoring where both are
   replaced; ROCm: AITER's.
-- ``decode``: logits over the paged cache. ``decode-topk``: their selection, on CUDA, where vLLM's configuration names none.
+- ``decode``: logits over the paged cache. ``decode-topk``: their selection, on CUDA, where vLLM's configuration names
+  none.
 - ``planner``: on CUDA, prefill chunks without a budget for logits, once chunks make none.
 
 FP4, MX scales and everything else that is not plain fp8 goes to vLLM's own functions. On Blackwell of the SM100 family

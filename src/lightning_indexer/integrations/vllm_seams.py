@@ -1,9 +1,9 @@
 """What stands in place of vLLM 0.33's functions, seam by seam.
 
 Prefill on CUDA scores a chunk, and hands the logits to a selection. Where both are replaced, and the layer between them
-is the known one, scoring returns its arguments instead (:class:`Pending`), and selection scores and selects some rows at
-a time: no [M, N] logits, and so no budget for them in the planner. Who reads scores for another purpose, the candidate
-blocks of DeepSeek-V4.1 and the merge of decode context parallelism, is given them.
+is the known one, scoring returns its arguments instead (:class:`Pending`), and selection scores and selects some rows
+at a time: no [M, N] logits, and so no budget for them in the planner. Who reads scores for another purpose, the
+candidate blocks of DeepSeek-V4.1 and the merge of decode context parallelism, is given them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class State:
 
 @dataclass(slots=True)
 class Pending:
-    """A scoring call that has not run, where its compressed logits would be: as much of them as vLLM's layer looks at."""
+    """A scoring call that has not run, in place of its compressed logits: as much of them as vLLM's layer looks at."""
 
     q: torch.Tensor
     kv: tuple[torch.Tensor, torch.Tensor]
@@ -89,7 +89,7 @@ class Pending:
 def seams(names: tuple[str, ...], platform: str, notes: Notes, *, deferred: bool) -> list[Seam]:
     """The seams of these names; ``deferred``: vLLM's layer is the known one, and prefill may be fused."""
     state = State()
-    made = {"rocm": _rocm, "cuda": functools.partial(_cuda, deferred=deferred)}[platform](notes, state)
+    made = _rocm(notes) if platform == "rocm" else _cuda(notes, state)
     deferring = deferred and platform == "cuda" and {"prefill", "prefill-topk"} <= set(names)
     found = list(made["deferred"]) if deferring else []
     for name in names:
@@ -100,7 +100,7 @@ def seams(names: tuple[str, ...], platform: str, notes: Notes, *, deferred: bool
 # CUDA
 
 
-def _cuda(notes: Notes, state: State, deferred: bool) -> dict[str, tuple[Seam, ...]]:
+def _cuda(notes: Notes, state: State) -> dict[str, tuple[Seam, ...]]:
     scoring = ("q", "kv", "weights", *_WINDOWS, "max_seqlen_k")
     paged = (
         "q", "kv_cache", "weights", "context_lens", "block_tables", "schedule_metadata", "max_model_len", "indices",
@@ -333,10 +333,13 @@ class Planner:
 # ROCm
 
 
-def _rocm(notes: Notes, state: State) -> dict[str, tuple[Seam, ...]]:
+def _rocm(notes: Notes) -> dict[str, tuple[Seam, ...]]:
     return {
         "prefill": (
-            Seam((ROCM,), "rocm_fp8_mqa_logits", ("q", "kv", "weights", *_WINDOWS), functools.partial(_rocm_prefill, notes=notes)),
+            Seam(
+                (ROCM,), "rocm_fp8_mqa_logits", ("q", "kv", "weights", *_WINDOWS),
+                functools.partial(_rocm_prefill, notes=notes),
+            ),
         ),
         "prefill-topk": (
             Seam(
