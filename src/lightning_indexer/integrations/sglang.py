@@ -175,9 +175,7 @@ def topk_transform(
         reason = "SGLang asks for a selection that is not fused with the page table"
     elif batch_idx_list is not None:
         reason = "rows of chosen requests (prefill context parallelism)"
-    elif (
-        method == "PAGED" and row_starts is None and lengths.shape[0] == rows == attn_metadata.real_page_table.shape[0]
-    ) or (method == "RAGGED" and topk_indices_offset is not None and topk_indices_offset.shape[0] == rows):
+    elif _takes(method, logits, lengths, attn_metadata, topk_indices_offset, row_starts):
         reason = None
     else:
         reason = f"a selection of method {method} whose rows are not those of the page table"
@@ -198,8 +196,25 @@ def topk_transform(
         )
         assert isinstance(found, torch.Tensor)
         result = found
-    _NOTES.took(f"selection, {method.lower()}", f"M={rows} k={topk}")
+    _NOTES.took(f"selection, {method}", f"M={rows} k={topk}")
     return result
+
+
+def _takes(
+    method: str | None,
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    attn_metadata: Any,
+    offsets: torch.Tensor | None,
+    row_starts: torch.Tensor | None,
+) -> bool:
+    """A row of logits for each row of the page table, from column 0 on; or for each offset."""
+    rows = logits.shape[0]
+    if lengths.shape[0] != rows:
+        return False
+    if method == "PAGED":
+        return row_starts is None and bool(attn_metadata.real_page_table.shape[0] == rows)
+    return method == "RAGGED" and offsets is not None and offsets.shape[0] == rows
 
 
 def _fuses(original: Function) -> bool:
@@ -230,8 +245,8 @@ def _taking_over(
     """``ours`` for plain fp8 operands and the arguments it knows; ``original`` for every other call.
 
     The second argument holds the keys, of these dtypes: a cache has them as bytes; ``pair``: with their scales.
-    ``weights`` is the place of the weights. Operands by position, as SGLang passes them, are found without binding a signature, which would cost as
-    much as the rest of the call.
+    ``weights`` is the place of the weights. Operands by position, as SGLang passes them, are found without binding a
+    signature, which would cost as much as the rest of the call.
     """
     signature = inspect.signature(ours)
     required = sum(parameter.default is parameter.empty for parameter in signature.parameters.values())
