@@ -29,6 +29,7 @@ OPTIONAL = (
     "deep_gemm",
     "aiter",
     "sglang",
+    "transformers",
 )
 
 IMPORT = """
@@ -47,6 +48,7 @@ import lightning_indexer
 import lightning_indexer.integrations.aiter
 import lightning_indexer.integrations.deep_gemm
 import lightning_indexer.integrations.sglang
+import lightning_indexer.integrations.transformers
 import lightning_indexer.integrations.vllm
 
 print(json.dumps({
