@@ -6,8 +6,8 @@
 #   TP=4 ISL=60000 OSL=600 CONCURRENCY="4 8 16 32" scripts/vllm_ab.sh zai-org/GLM-5.2-FP8 results/ab
 #
 # Variables, with their defaults: TP=1, PORT=8100, ISL=60000, OSL=600, CONCURRENCY="4 8", PROMPTS_PER=4 (prompts for each
-# concurrent request), ROUNDS=2 (A B A B), TRACE=1, SEAMS=1 (or names, such as prefill,decode), SERVE_ARGS (more arguments of `vllm serve`), READY_S=1800.
-# Needs vLLM 0.33 and lightning-indexer in one environment. docs/engines.md says what to look for.
+# concurrent request), ROUNDS=2 (A B A B), TRACE=1, SEAMS=1 (or names, such as prefill,decode), SERVE_ARGS (more arguments
+# of `vllm serve`), READY_S=1800. Needs vLLM 0.33 and lightning-indexer in one environment; docs/engines.md says the rest.
 set -euo pipefail
 
 if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then

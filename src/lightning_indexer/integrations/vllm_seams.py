@@ -32,7 +32,7 @@ CUSTOM_OPS = "vllm._custom_ops"
 INDEXER_TOPK = "vllm.model_executor.layers.indexer_topk"
 PLANNER = "vllm.v1.attention.backends.mla.indexer"
 # patching.text_of the function between scoring and selection, of 0.33.0.
-LAYER_TEXT = "?"
+LAYER_TEXT = "1ed9bd170c15eda1"
 
 _WINDOWS = ("cu_seqlen_ks", "cu_seqlen_ke")
 _SCORES = (torch.float32, torch.bfloat16, torch.float16)
