@@ -24,11 +24,12 @@ def pip(*arguments: str) -> None:
 
 
 def unpack(wheel: Path, folder: Path) -> None:
-    """The Python files of a wheel, its metadata and its entry points."""
+    """The Python files of a wheel, its metadata and its entry points; and the sources that SGLang looks for at import."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             name = Path(member.filename)
-            if name.suffix == ".py" or name.name in ("METADATA", "entry_points.txt"):
+            wanted = name.suffix == ".py" or name.name in ("METADATA", "entry_points.txt")
+            if wanted or member.filename.startswith(("sglang/kernels/jit/include/", "sglang/kernels/jit/csrc/")):
                 archive.extract(member, folder)
 
 
