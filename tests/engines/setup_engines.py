@@ -24,7 +24,7 @@ def pip(*arguments: str) -> None:
 
 
 def unpack(wheel: Path, folder: Path) -> None:
-    """The Python files of a wheel, its metadata and its entry points; and the sources that SGLang looks for at import."""
+    """The Python files of a wheel, its metadata and entry points; and the sources that SGLang looks for at import."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             name = Path(member.filename)

@@ -1,7 +1,8 @@
-"""The SGLang plugin against SGLang itself, on a CPU. Skipped where SGLang 0.5.23 is not installed; ``make test-engines``
-sets it up from the Python files of its wheel.
+"""The SGLang plugin against SGLang itself, on a CPU. Skipped where SGLang 0.5.23 is not installed.
 
-Nothing of SGLang is stood in for. DeepGEMM, which it calls and does not have, is.
+``make test-engines`` sets it up from the Python files of its wheel.
+
+Nothing of SGLang is stood in for; DeepGEMM, which it calls and does not have, is.
 """
 
 from __future__ import annotations
@@ -91,10 +92,9 @@ def test_a_configured_backend_is_left_alone(hooked, caplog):
     backend = next(backend for backend in hooked.DSATopKBackend if backend.is_torch())
     logits, lengths = torch.randn(ROWS, WIDTH), torch.full((ROWS,), WIDTH, dtype=torch.int32)
     method = next(m for m in hooked.TopkTransformMethod if m.name == "RAGGED")
-    with pytest.raises(Exception):  # noqa: B017, PT011: its own complaint, of what is not fused with the table
-        backend.topk_transform(
-            logits, lengths, K, method, SimpleNamespace(page_table_1=logits, token_to_batch_idx=None)
-        )
+    metadata = SimpleNamespace(page_table_1=logits, token_to_batch_idx=None)
+    with pytest.raises(RuntimeError, match="for SGLANG_DSA_FUSE_TOPK"):  # its own complaint
+        backend.topk_transform(logits, lengths, K, method, metadata)
     assert "names another selection" in caplog.text
     found = backend.topk_transform(logits, lengths, K, method, SimpleNamespace(), force_unfused_topk=True)
     assert torch.equal(found.sort(1).values.int(), top_k_per_row(logits, K).sort(1).values)
