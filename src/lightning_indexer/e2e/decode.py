@@ -27,9 +27,12 @@ from lightning_indexer.e2e.prompt import make_prompt
 from lightning_indexer.e2e.run import INDEXER, POLICY, Plan
 from lightning_indexer.e2e.stack import TORCH, Layer, Stack, default_dtype
 from lightning_indexer.fp8 import quantize_k
+from lightning_indexer.selection.registry import BackendUnavailableError
 
 # Steps of a timed run between two of the other side.
 TURN = 64
+# Untimed steps of each side before: they compile.
+WARM = 3
 
 
 class _Keys:
@@ -191,24 +194,31 @@ def run(plan: Plan, stack: Stack, batches: Sequence[int], steps: int, progress: 
                 found.left_out = reason
                 continue
             progress(f"{context} decode, batch {batch}")
-            turn = min(TURN, steps)
-            turns = [min(turn, steps - first) for first in range(0, steps, turn)]
-            decoder = Decoder(stack, plan, context, batch, 2 * (steps + 3))
-            sides = list(zip(plan.backends, plan.selections, strict=True))
-            for backend, selection in sides:
-                for _ in range(3):  # untimed: they compile
-                    decoder.step(backend, selection, Clock(stack.device))
-            for count in turns:
-                for side, (backend, selection) in enumerate(sides):
-                    clock = Clock(stack.device)
-                    clock.begin()
-                    for _ in range(count):
-                        decoder.step(backend, selection, clock)
-                    total, phases = clock.end()
-                    found.seconds[side].append(total)
-                    found.phases[side].append(phases)
-                    found.counts[side].append(count)
+            try:
+                _measure(plan, stack, found)
+            except (torch.OutOfMemoryError, BackendUnavailableError) as error:  # others keep their results
+                found.left_out = str(error).splitlines()[0]
     return results
+
+
+def _measure(plan: Plan, stack: Stack, found: Decoded) -> None:
+    """Both sides in turn, some steps at a time."""
+    decoder = Decoder(stack, plan, found.context, found.batch, 2 * (found.steps + WARM))
+    sides = list(zip(plan.backends, plan.selections, strict=True))
+    for backend, selection in sides:
+        for _ in range(WARM):
+            decoder.step(backend, selection, Clock(stack.device))
+    for first in range(0, found.steps, TURN):
+        count = min(TURN, found.steps - first)
+        for side, (backend, selection) in enumerate(sides):
+            clock = Clock(stack.device)
+            clock.begin()
+            for _ in range(count):
+                decoder.step(backend, selection, clock)
+            total, phases = clock.end()
+            found.seconds[side].append(total)
+            found.phases[side].append(phases)
+            found.counts[side].append(count)
 
 
 def after(
