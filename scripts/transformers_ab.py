@@ -186,20 +186,18 @@ def main() -> None:
     parser.add_argument("--skip-models", action="store_true")
     given = parser.parse_args()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.cuda.get_device_name()}")
-    models = []
-    if not given.skip_models:
-        models = [line for kind in given.kinds for prompt in given.prompts for line in model(kind, prompt, given.new)]
-    lines = [
-        line for kind in given.kinds for tokens in given.tokens for line in indexers(kind, tokens, given.eager_up_to)
-    ]
-    print(
-        "\n| model | prompt | side | generate() of one token, ms | decode, tokens/s | tokens as eager |\n"
-        + "| --- " * 6
-        + "|"
-    )
-    print("\n".join(models))
     print("\n| indexer | tokens | side | first, ms | next layers, ms | GiB | overlap with eager: mean, worst row |")
-    print("| --- " * 7 + "|\n" + "\n".join(lines))
+    print("| --- " * 7 + "|")
+    for kind in given.kinds:
+        for tokens in given.tokens:
+            print("\n".join(indexers(kind, tokens, given.eager_up_to)), flush=True)
+    if given.skip_models:
+        return
+    print("\n| model | prompt | side | generate() of one token, ms | decode, tokens/s | tokens as eager |")
+    print("| --- " * 6 + "|")
+    for kind in given.kinds:
+        for prompt in given.prompts:
+            print("\n".join(model(kind, prompt, given.new)), flush=True)
 
 
 if __name__ == "__main__":

@@ -129,6 +129,7 @@ def test_beams_reorder_the_bytes_of_the_cache():
 # Where keys are left out: the same ones, but for rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "least"), [("bfloat16", 0.999), ("fp8", 0.985)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_published_dimensions(kind, precision, least):
@@ -241,6 +242,7 @@ def test_a_mask_is_read_once_and_never_taken_for_another():
     assert masks.seen(other, 2, 600).start.tolist() == [100] * 1200
 
 
+@pytest.mark.slow
 def test_compiled_decoding_step():
     """Without a graph break, as generate() compiles it for a static cache on a GPU."""
     model, given = model_of("deepseek_v32", index_topk=8), prompts(2, 20)
