@@ -136,9 +136,8 @@ struct Arguments {
 
 // bar.sync and bar.arrive, by what they wait for.
 enum NamedBarrier : int {
-  kAllHere = 0,    // the whole CTA: the mbarriers and the prefix sums are there
-  kWarpTiles = 1,  // math warps: their sums are there
-  kFillReady = 2,  // fill warps: the source of the bulk stores is there
+  kAllHere = 0,    // the whole CTA, twice: the warps' sums are there, then the mbarriers and the prefix sums
+  kFillReady = 1,  // fill warps: the source of the bulk stores is there
 };
 
 }  // namespace

@@ -339,7 +339,8 @@ __device__ __forceinline__ void init_barriers(Worker& s) {
   }
 }
 
-// At a place of its own for each kind of warp. Publishes the mbarriers and the prefix sums.
+// At a place of its own for each kind of warp: what the math warps do in sum_tiles and behind it. Publishes the
+// mbarriers and the prefix sums.
 __device__ __forceinline__ void all_here() { ptx::bar_sync<kAllHere, kThreads>(); }
 
 }  // namespace
@@ -362,6 +363,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   if (other < kWorkers) {
     const Guess guess = guess_unit(a, blockIdx.x + other * gridDim.x);
     all_here();
+    all_here();
     produce(a, s, other, guess, &q_map, &k_map);
   } else {
     if (other == kWorkers && threadIdx.x % 32 == 0) {
@@ -372,6 +374,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       ptx::barrier_init_fence();
     }
     __syncwarp();
+    all_here();
     all_here();
     if constexpr (kClean) fill(a, s, other - kWorkers);
   }

@@ -46,7 +46,9 @@ struct Entries {
   }
 };
 
-// Tiles of all sequences before an entry, into s.prefix. The math warps call it; a barrier has to follow.
+// Tiles of all sequences before an entry, into s.prefix. The math warps call it; the other warps meet them in its
+// barrier, and all meet once more behind it. (Math warps alone could meet inside; racecheck then counts barriers that
+// the readers of s.prefix have not passed.)
 __device__ __forceinline__ void sum_tiles(const Arguments& a, Shared& s) {
   const Entries entries(a.batch);
   const int each = (entries.count + kMathThreads - 1) / kMathThreads, first = threadIdx.x * each;
@@ -66,7 +68,7 @@ __device__ __forceinline__ void sum_tiles(const Arguments& a, Shared& s) {
     if (lane >= step) inclusive += other;
   }
   if (lane == 31) s.warp_tiles[warp] = inclusive;
-  ptx::bar_sync<kWarpTiles, kMathThreads>();
+  ptx::bar_sync<kAllHere, kThreads>();
   int before = inclusive - mine;
 #pragma unroll
   for (int w = 0; w < kMathThreads / 32; ++w) before += w < warp ? s.warp_tiles[w] : 0;
