@@ -162,7 +162,7 @@ DEVICE void wait_for_loads() { __builtin_amdgcn_s_waitcnt(0x0f70); }
 constexpr int ONE = 127;  // E8M0: the scale 2^0 of a block of 32 channels
 
 DEVICE f32x16 multiply(i32x8 q, i32x8 k, f32x16 sum) {
-  return __builtin_amdgcn_mfma_scale_f32_32x32x64_f8f6f4(q, k, sum, 0, 0, 0, ONE, 0, ONE);
+  return __builtin_amdgcn_mfma_scale_f32_32x32x64_f8f6f4(q, k, sum, 0, 0, 0, 0, 0, 0);
 }
 
 // ---- A tile: ROWS rows by 32 keys, scored and stored
