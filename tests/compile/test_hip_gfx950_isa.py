@@ -13,7 +13,7 @@ from lightning_indexer.backends.hip_gfx950.mqa_logits import FLAGS, MqaLogits, c
 
 GFX950 = Arch.parse("gfx950")
 LONG = MqaLogitsProblem(4096, 32768, 32, 128)
-MFMA = "v_mfma_scale_f32_32x32x64_f8f6f4"
+MFMA = "v_mfma_f32_32x32x64_f8f6f4"
 
 
 def compiled(flags: tuple[str, ...] = FLAGS, problem: MqaLogitsProblem = LONG, **tunables: object) -> Built:

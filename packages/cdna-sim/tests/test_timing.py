@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder,
 import cdna_sim  # noqa: E402
 from cdna_sim import Simulator  # noqa: E402
 from cdna_sim.timing import DEVICES, Run, Traces, predict, record, replay  # noqa: E402
-from cdna_sim.timing.grid import dispatch, sampling_error, shared_lines  # noqa: E402
+from cdna_sim.timing.grid import dispatch, sampled, sampling_error, shared_lines, spread  # noqa: E402
 from cdna_sim.timing.memory import UnitMemory  # noqa: E402
 from cdna_sim.timing.pictures import chrome_trace  # noqa: E402
 
@@ -269,3 +269,17 @@ def test_a_timeline_as_chrome_has_it(tmp_path):
     assert [event["name"] for event in slices] == ["v_add_f32"] * 10 + ["s_endpgm"]
     assert slices[1]["ts"] - slices[0]["ts"] == pytest.approx(4e-3 / NEW.clock)
     assert {"ph", "pid", "tid", "ts", "dur", "name"} <= slices[0].keys()
+
+
+def test_samples_and_what_is_between_them():
+    for grid in ((1024, 1, 1), (256, 4, 1), (7, 1, 3), (1, 1, 1)):
+        numbers = sampled(grid, 8)
+        count = grid[0] * grid[1] * grid[2]
+        assert len(numbers) <= 8 and numbers == sorted(set(numbers)) and 0 <= numbers[0] and numbers[-1] < count
+        # A value linear in x is found again between samples, on every line.
+        found = spread(grid, {number: float(number % grid[0]) for number in numbers})
+        assert found.shape == (count,)
+        middle = found.reshape(-1, grid[0])[:, grid[0] // 2]
+        assert np.abs(middle - grid[0] // 2).max() <= 0.1 * grid[0]
+    # Along x they do not repeat with a period of the grid's.
+    assert len({number % 64 for number in sampled((1024, 1, 1), 8)}) > 6

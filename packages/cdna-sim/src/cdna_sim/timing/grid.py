@@ -22,6 +22,7 @@ from cdna_sim.timing.unit import Run, replay
 
 # Arrays are 64 GiB apart (``Memory.place``), so that bits of a line's number say in which one it is.
 _ARRAY_BITS, _LINE = 36 - 7, 128
+_GOLDEN = 0.618034
 # An array is shared by workgroups where they read each of its lines this often.
 _SHARED = 1.5
 
@@ -118,14 +119,13 @@ def record(
         run: runs the launch in the simulator under the options it is given, and returns the report.
         code_object, kernel: what it launches.
         dynamic_lds: bytes beyond the kernel's static LDS.
-        samples: how many workgroups.
+        samples: how many workgroups, about.
     """
     code = Code(code_object, kernel)
     recorder = Recorder(ops_of(code))
     shape = run(Options(deferred=False, strict=False, workgroups=frozenset()))
     count = math.prod(shape.grid)
-    numbers = {_workgroup(int((n + 0.5) * count / samples), shape.grid): int((n + 0.5) * count / samples)
-               for n in range(samples)}  # fmt: skip
+    numbers = {_workgroup(number, shape.grid): number for number in sampled(shape.grid, samples)}
     run(
         Options(
             deferred=False, strict=False, workgroups=frozenset(numbers), trace=recorder.trace,
@@ -137,6 +137,33 @@ def record(
         kernel, code_object.arch, shape.grid, -(-math.prod(shape.block) // WAVE), resources.vgpr,
         resources.lds + dynamic_lds, {number: recorder.workgroups[place] for place, number in numbers.items()},
     )  # fmt: skip
+
+
+def sampled(grid: tuple[int, int, int], samples: int) -> list[int]:
+    """Numbers of workgroups from all over a grid: at two places along y and z where there are several, and along x.
+
+    Places along x are off the middles of their strata by the golden ratio's steps, so that nothing periodic meets them.
+    """
+    x, rest = grid[0], grid[1] * grid[2]
+    others = [rest // 4, 3 * rest // 4] if rest > 1 else [0]
+    along = max(1, min(x, samples // len(others)))
+    places = [min(x - 1, int((n + 0.5 + 0.5 * ((n * _GOLDEN) % 1 - 0.5)) * x / along)) for n in range(along)]
+    return sorted({other * x + place for other in others for place in places})
+
+
+def spread(grid: tuple[int, int, int], values: dict[int, float]) -> np.ndarray:
+    """A value for each workgroup of a grid from those of the sampled ones, by lines along x, then along the rest."""
+    x, rest = grid[0], grid[1] * grid[2]
+    lines: dict[int, list[tuple[int, float]]] = {}
+    for number, value in sorted(values.items()):
+        lines.setdefault(number // x, []).append((number % x, value))
+    along = np.arange(x)
+    rows = {other: np.interp(along, *zip(*line, strict=True)) for other, line in lines.items()}
+    known = sorted(rows)
+    if len(known) == 1:
+        return np.tile(rows[known[0]], rest)
+    part = np.clip((np.arange(rest) - known[0]) / (known[-1] - known[0]), 0, 1)[:, None]
+    return ((1 - part) * rows[known[0]] + part * rows[known[-1]]).reshape(-1)
 
 
 def predict(device: Device, traces: Traces) -> Prediction:
@@ -159,7 +186,7 @@ def predict(device: Device, traces: Traces) -> Prediction:
         full = replay(device, [waves] * resident, memory(warm))
         alone = full if resident == 1 else replay(device, [waves], memory(warm))
         found.append(Sample(number, full, alone))
-    return _launch(device, found, traces.count, resident, traces.waves)
+    return _launch(device, found, traces, resident)
 
 
 def timeline(device: Device, traces: Traces) -> Run:
@@ -206,13 +233,10 @@ def shared_lines(traces: Traces) -> tuple[frozenset[int], int]:
     return frozenset(found), size
 
 
-def _launch(device: Device, found: list[Sample], count: int, resident: int, waves: int) -> Prediction:
-    places = np.array([sample.number for sample in found], float)
-    full = np.array([sample.full.total for sample in found])
-    alone = np.array([sample.alone.total for sample in found])
-    numbers = np.arange(count)
-    each_full, each_alone = np.interp(numbers, places, full), np.interp(numbers, places, alone)
-    makespan, tail = dispatch(device, each_full, each_alone, resident, waves)
+def _launch(device: Device, found: list[Sample], traces: Traces, resident: int) -> Prediction:
+    full = {sample.number: sample.full.total for sample in found}
+    alone = {sample.number: sample.alone.total for sample in found}
+    makespan, tail = dispatch(device, spread(traces.grid, full), spread(traces.grid, alone), resident, traces.waves)
     stalls, busy = {}, {}
     total_waves = sum(sample.full.waves for sample in found)
     total = sum(sample.full.total for sample in found)
@@ -222,7 +246,8 @@ def _launch(device: Device, found: list[Sample], count: int, resident: int, wave
         lanes = device.simds if unit in ("vector", "matrix") else 1
         busy[unit] = sum(sample.full.busy[unit] for sample in found) / total / lanes
     return Prediction(
-        device.launch + makespan / device.clock / 1000, makespan, sampling_error(places, full), tail, resident, count,
+        device.launch + makespan / device.clock / 1000, makespan, sampling_error(np.array(list(full)), np.array(list(full.values()))), tail,
+        resident, traces.count,
         stalls, sum(sample.full.issued for sample in found) / total_waves, busy, found,
     )  # fmt: skip
 

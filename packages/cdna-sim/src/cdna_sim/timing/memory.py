@@ -45,9 +45,7 @@ class UnitMemory:
         self._cache_line = device.line / (device.cache / clock / units)
         self._memory_latency = device.memory_latency * clock
         self._l2_line = device.line / device.l2_bytes
-        self._share = share = device.memory / clock / units
-        # What L2 holds back of writes before memory slows them down: the unit's part of it.
-        self._slack = device.l2_size * device.dies / device.units / share
+        self._share = device.memory / clock / units
         self.busy = {"address": 0.0, "l2": 0.0, "cache": 0.0, "memory": 0.0, "lds": 0.0}
 
     def vector(self, now: float, access: Access | None, store: bool, slot: int) -> float:
@@ -105,10 +103,9 @@ class UnitMemory:
         self._memory = max(self._memory, now) + access.size / self._share
         self.busy["l2"] += access.size / self.device.l2_bytes
         self.busy["memory"] += access.size / self._share
-        # Past what L2 holds back, the address unit takes no more until memory has.
-        accepted = self._memory - self._slack
-        self._address = max(self._address, accepted)
-        return max(self._l2 + self._l2_latency, accepted)
+        # L2 writes back: full of stores, it takes a line when memory has taken another. Until then nothing passes.
+        self._address = max(self._address, self._memory)
+        return max(self._l2, self._memory) + self._l2_latency
 
     def scalar(self, now: float, access: Access | None) -> float:
         """When a scalar load is done."""
