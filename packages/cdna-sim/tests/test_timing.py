@@ -116,7 +116,7 @@ def traces(name: str, arch: str = "gfx950", waves: int = 1, grid: int = 1, sampl
 
 def run(name: str, device=NEW, waves: int = 1, events: bool = False) -> Run:
     found = traces(name, device.arch, waves)
-    shared, size = shared_lines(found)
+    shared, size = shared_lines(found, 1)
     return replay(device, list(found.workgroups.values()), UnitMemory(device, 1, shared, size, False), events=events)
 
 
@@ -205,7 +205,7 @@ def test_a_barrier_waits_for_the_last_wave():
 
 def test_shared_lines_come_from_memory_once():
     many = traces("near_waited", grid=512, samples=4)
-    shared, size = shared_lines(many)
+    shared, size = shared_lines(many, 32)
     assert size >= 1024 and len(shared) >= 8
     one = [next(iter(many.workgroups.values()))]
 

@@ -202,13 +202,15 @@ def _resident(device: Device, traces: Traces) -> int:
 
 
 def _memory(device: Device, traces: Traces) -> Callable[[bool], UnitMemory]:
-    shared, size = shared_lines(traces)
+    shared, size = shared_lines(traces, _resident(device, traces) * device.units // device.dies)
     units = min(device.units, traces.count)
     return lambda warm: UnitMemory(device, units, shared, size, warm)
 
 
-def shared_lines(traces: Traces) -> tuple[frozenset[int], int]:
-    """Lines that the sampled workgroups read of arrays which several share, and the bytes of those arrays.
+def shared_lines(traces: Traces, together: int) -> tuple[frozenset[int], int]:
+    """Lines that the sampled workgroups read of arrays which several share, and how many bytes of them L2 would hold.
+
+    Those are what ``together`` workgroups of a die read, and at most the arrays.
 
     An array is shared where its workgroups read more lines than it has: those between the first and the last that any
     sampled one reads.
@@ -227,9 +229,10 @@ def shared_lines(traces: Traces) -> tuple[frozenset[int], int]:
     size = 0
     for sets in arrays.values():
         extent = max(map(max, sets)) - min(map(min, sets)) + 1
-        if sum(map(len, sets)) / len(traces.workgroups) * traces.count >= _SHARED * extent:
+        each = sum(map(len, sets)) / len(traces.workgroups)
+        if each * traces.count >= _SHARED * extent:
             found.update(*sets)
-            size += extent * _LINE
+            size += int(min(extent, each * together)) * _LINE
     return frozenset(found), size
 
 
@@ -245,10 +248,10 @@ def _launch(device: Device, found: list[Sample], traces: Traces, resident: int) 
     for unit in found[0].full.busy:
         lanes = device.simds if unit in ("vector", "matrix") else 1
         busy[unit] = sum(sample.full.busy[unit] for sample in found) / total / lanes
+    error = sampling_error(np.array(list(full), float), np.array(list(full.values())))
     return Prediction(
-        device.launch + makespan / device.clock / 1000, makespan, sampling_error(np.array(list(full)), np.array(list(full.values()))), tail,
-        resident, traces.count,
-        stalls, sum(sample.full.issued for sample in found) / total_waves, busy, found,
+        device.launch + makespan / device.clock / 1000, makespan, error, tail, resident, traces.count, stalls,
+        sum(sample.full.issued for sample in found) / total_waves, busy, found,
     )  # fmt: skip
 
 
