@@ -344,7 +344,7 @@ def test_the_winner_alone_is_launched(launched):
     assert prepared(ODD, sm80) == "torch-blocked"
     assert launched == [
         ("triton-portable", DEEPSEEK, "sm80"),
-        ("gluon-gfx950", DEEPSEEK, "gfx950"),
+        ("hip-gfx950", DEEPSEEK, "gfx950"),
         ("torch-blocked", DEEPSEEK, "sm80"),
         ("torch-blocked", ODD, "sm80"),
     ]

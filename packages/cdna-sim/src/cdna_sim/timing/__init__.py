@@ -5,4 +5,17 @@ from cdna_sim.timing.grid import Prediction, Sample, Traces, predict, record, ti
 from cdna_sim.timing import pictures
 from cdna_sim.timing.unit import CAUSES, Run, replay
 
-__all__ = ["CAUSES", "DEVICES", "Device", "Prediction", "Run", "Sample", "Traces", "pictures", "predict", "record", "replay", "timeline"]
+__all__ = [
+    "CAUSES",
+    "DEVICES",
+    "Device",
+    "Prediction",
+    "Run",
+    "Sample",
+    "Traces",
+    "pictures",
+    "predict",
+    "record",
+    "replay",
+    "timeline",
+]

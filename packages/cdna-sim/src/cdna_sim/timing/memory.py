@@ -28,9 +28,7 @@ class UnitMemory:
         busy: cycles of the address unit, L2, memory and LDS.
     """
 
-    def __init__(
-        self, device: Device, units: int, shared: Collection[int], shared_bytes: int, warm: bool
-    ) -> None:
+    def __init__(self, device: Device, units: int, shared: Collection[int], shared_bytes: int, warm: bool) -> None:
         clock = device.clock
         self.device, self.shared, self.warm = device, shared, warm
         self._address = self._l2 = self._memory = self._lds = self._scalar = 0.0
