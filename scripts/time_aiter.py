@@ -2,10 +2,10 @@
 
     git clone https://github.com/ROCm/aiter && python scripts/time_aiter.py aiter
 
-The kernel is compiled from the given checkout by the Triton that is installed, with the launch parameters of
-``aiter/ops/triton/attention/fp8_mqa_logits.py`` of August 2026 for gfx950. No GPU is needed, and nothing of AITER's is part
-of this repository. Where logits are clean, AITER fills them by ``torch.full`` first, which is added as its bytes at the
-device's memory rate and a launch.
+The kernel is compiled from the given checkout by the Triton that is installed, with the launch parameters that
+``aiter/ops/triton/attention/fp8_mqa_logits.py`` of August 2026 has for gfx950. No GPU is needed, and nothing of
+AITER's is part of this repository. Where logits are clean, AITER fills them by ``torch.full`` first, which is added as its
+bytes at the device's memory rate and a launch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Aiter:
         folder = Path(tempfile.mkdtemp())
         (folder / "aiter_kernel.py").write_text(text)
         spec = importlib.util.spec_from_file_location("aiter_kernel", folder / "aiter_kernel.py")
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         self.function = module._gluon_fp8_mqa_logits_kernel

@@ -206,7 +206,8 @@ def test_a_barrier_waits_for_the_last_wave():
 def test_shared_lines_come_from_memory_once():
     many = traces("near_waited", grid=512, samples=4)
     shared, size = shared_lines(many, 32)
-    assert size >= 1024 and len(shared) >= 8
+    assert size >= 1024
+    assert len(shared) >= 8
     one = [next(iter(many.workgroups.values()))]
 
     def total(size: int, warm: bool) -> float:
@@ -233,9 +234,11 @@ def test_dispatch_fills_units_and_has_a_tail():
         return dispatch(NEW, np.full(count, full), np.full(count, alone), resident, 1)
 
     even, tail = makespan(units, 1000.0, 1000.0, 1)
-    assert even == pytest.approx(1000, abs=units / 8) and tail < 0.05
+    assert even == pytest.approx(1000, abs=units / 8)
+    assert tail < 0.05
     more, tail = makespan(units + 8, 1000.0, 1000.0, 1)
-    assert more == pytest.approx(2000, abs=units / 4) and tail == pytest.approx(0.48, abs=0.03)
+    assert more == pytest.approx(2000, abs=units / 4)
+    assert tail == pytest.approx(0.48, abs=0.03)
     # Two that are resident together take as long as one after the other, if they gain nothing.
     assert makespan(2 * units, 2000.0, 1000.0, 2)[0] == pytest.approx(2000, abs=units / 2)
 
@@ -249,7 +252,8 @@ def test_sampling_error():
 def test_a_launch_is_its_makespan_and_the_launch():
     found = traces("adds100", waves=4, grid=NEW.units * 4, samples=3)
     predicted = predict(NEW, found)
-    assert predicted.workgroups == 1024 and predicted.resident == 4 and predicted.error < 0.01
+    assert (predicted.workgroups, predicted.resident) == (1024, 4)
+    assert predicted.error < 0.01
     assert predicted.cycles == pytest.approx(4 * 400, rel=0.1)  # four waves on each SIMD
     assert predicted.microseconds == pytest.approx(NEW.launch + predicted.cycles / NEW.clock / 1000)
     assert predicted.limit == "vector"
@@ -275,7 +279,9 @@ def test_samples_and_what_is_between_them():
     for grid in ((1024, 1, 1), (256, 4, 1), (7, 1, 3), (1, 1, 1)):
         numbers = sampled(grid, 8)
         count = grid[0] * grid[1] * grid[2]
-        assert len(numbers) <= 8 and numbers == sorted(set(numbers)) and 0 <= numbers[0] and numbers[-1] < count
+        assert numbers == sorted(set(numbers))
+        assert len(numbers) <= 8
+        assert set(numbers) <= set(range(count))
         # A value linear in x is found again between samples, on every line.
         found = spread(grid, {number: float(number % grid[0]) for number in numbers})
         assert found.shape == (count,)

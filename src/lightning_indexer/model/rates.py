@@ -13,8 +13,8 @@ Sources:
         D=128, clean logits, MI355X, microseconds of the Triton and of the HIP kernel.
     [gluon] ROCm/aiter pull request 5048, "add an optimized prefill fp8_mqa_logits for H64D128": microseconds before and
         after it, on an MI350.
-    [main] ROCm/aiter pull request 5216, its column "main", H=32 and H=64, D=128, causal, MI355X; pull request 5434, a sweep of
-        "triton us" on gfx950, H=32, causal, clean. Both time AITER's main of August and September 2026.
+    [main] ROCm/aiter pull request 5216, its column "main", H=32 and H=64, D=128, causal, MI355X; pull request 5434, a
+        sweep of "triton us" on gfx950, H=32, causal, clean. Both time AITER's main of August and September 2026.
     [flydsl] vLLM, the pull request that takes FlyDSL for the prefill indexer on gfx942 and gfx950: GLM-5.2-MXFP4, TP4,
         MI355X, kernel trace of a profile of 60000 tokens in and 600 out.
 """

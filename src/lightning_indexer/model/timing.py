@@ -132,5 +132,5 @@ def _row(
 
 EXPLANATION = """\
 This is a model: executed instructions, simulated, replayed through a compute unit whose constants are published ones
-(cdna_sim/timing/device.py), but for a device's sustained clock and launch, which were fitted to published times. Nothing
-here was measured by this project. docs/timing.md: what is modelled, how far it is off, and what would prove it wrong."""
+(cdna_sim/timing/device.py), but for a device's sustained clock and launch, which were fitted to published times.
+Nothing here was measured by this project. docs/timing.md: what is modelled, how far off, what would prove it wrong."""

@@ -15,8 +15,8 @@ STAGE = 64  # keys of one stage in LDS
 # Rows and heads of a wave in registers: q takes 16 registers of a lane for each 32 heads, their weights 16 more.
 MAX_HEADS_OF_WAVE = 256
 MAX_SPLITS = 65535  # of the grid's y
-# Up to this many rows, keys are streamed: staged through LDS, half of a block's waves would have none. Of more rows, the
-# address unit is the limit of streaming: 64 lanes that load 16 bytes of 32 keys share no line, and take an access each.
+# Up to this many rows, keys are streamed: through LDS, half of a block's waves would have no rows. Of more rows, the
+# address unit limits streaming: 64 lanes that load 16 bytes of 32 keys share no line, and take an access each.
 STREAM_ROWS = 8
 # By heads, how many times the rows keys have to be for the policy to prefer this backend.
 KEYS_A_ROW = {32: 8, 64: 1}

@@ -1,8 +1,8 @@
-"""Times of launches on AMD GPUs: executed instructions replayed through a model of a compute unit. See docs/timing.md."""
+"""Times of launches on AMD GPUs: executed instructions replayed through a model of a compute unit."""
 
+from cdna_sim.timing import pictures
 from cdna_sim.timing.device import DEVICES, Device
 from cdna_sim.timing.grid import Prediction, Sample, Traces, predict, record, timeline
-from cdna_sim.timing import pictures
 from cdna_sim.timing.unit import CAUSES, Run, replay
 
 __all__ = [

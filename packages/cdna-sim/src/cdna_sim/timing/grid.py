@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
+from cdna_sim.arch import ARCHS, VECTOR_REGISTERS, WAVE
 from cdna_sim.code_object import CodeObject
 from cdna_sim.exec.code import Code
-from cdna_sim.arch import ARCHS, VECTOR_REGISTERS, WAVE
 from cdna_sim.occupancy import MAX_WAVES, SIMDS, VECTOR_GRANULE
 from cdna_sim.options import Options, Report
 from cdna_sim.timing.device import Device
@@ -23,6 +24,7 @@ from cdna_sim.timing.unit import Run, replay
 # Arrays are 64 GiB apart (``Memory.place``), so that bits of a line's number say in which one it is.
 _ARRAY_BITS, _LINE = 36 - 7, 128
 _GOLDEN = 0.618034
+Values = NDArray[np.float64]
 # An array is shared by workgroups where they read each of its lines this often.
 _SHARED = 1.5
 
@@ -124,7 +126,6 @@ def record(
     code = Code(code_object, kernel)
     recorder = Recorder(ops_of(code))
     shape = run(Options(deferred=False, strict=False, workgroups=frozenset()))
-    count = math.prod(shape.grid)
     numbers = {_workgroup(number, shape.grid): number for number in sampled(shape.grid, samples)}
     run(
         Options(
@@ -151,19 +152,23 @@ def sampled(grid: tuple[int, int, int], samples: int) -> list[int]:
     return sorted({other * x + place for other in others for place in places})
 
 
-def spread(grid: tuple[int, int, int], values: dict[int, float]) -> np.ndarray:
+def spread(grid: tuple[int, int, int], values: dict[int, float]) -> Values:
     """A value for each workgroup of a grid from those of the sampled ones, by lines along x, then along the rest."""
     x, rest = grid[0], grid[1] * grid[2]
     lines: dict[int, list[tuple[int, float]]] = {}
     for number, value in sorted(values.items()):
         lines.setdefault(number // x, []).append((number % x, value))
     along = np.arange(x)
-    rows = {other: np.interp(along, *zip(*line, strict=True)) for other, line in lines.items()}
+    rows: dict[int, Values] = {}
+    for other, line in lines.items():
+        places, known_values = np.array(line).T
+        rows[other] = np.interp(along, places, known_values)
     known = sorted(rows)
     if len(known) == 1:
         return np.tile(rows[known[0]], rest)
     part = np.clip((np.arange(rest) - known[0]) / (known[-1] - known[0]), 0, 1)[:, None]
-    return ((1 - part) * rows[known[0]] + part * rows[known[-1]]).reshape(-1)
+    between: Values = (1 - part) * rows[known[0]] + part * rows[known[-1]]
+    return between.reshape(-1)
 
 
 def predict(device: Device, traces: Traces) -> Prediction:
@@ -255,7 +260,7 @@ def _launch(device: Device, found: list[Sample], traces: Traces, resident: int) 
     )  # fmt: skip
 
 
-def sampling_error(places: np.ndarray, values: np.ndarray) -> float:
+def sampling_error(places: Values, values: Values) -> float:
     """Standard error of the mean of interpolated values: each sample held against the line between its neighbours."""
     if len(values) < 3:
         return 0.0
@@ -269,12 +274,10 @@ def sampling_error(places: np.ndarray, values: np.ndarray) -> float:
     return spread / math.sqrt(len(values)) / float(np.mean(values))
 
 
-def dispatch(
-    device: Device, full: Sequence[float] | np.ndarray, alone: Sequence[float] | np.ndarray, resident: int, waves: int
-) -> tuple[float, float]:
+def dispatch(device: Device, full: Values, alone: Values, resident: int, waves: int) -> tuple[float, float]:
     """Makespan of workgroups in order, and the share of it in which compute units wait for the last ones.
 
-    Workgroup i goes to die i modulo their number, there to the compute unit with most room, one wave a cycle. Of k that
+    Workgroup i goes to die i modulo their number, there to the unit with most room, one wave a cycle. Of k that
     are resident, each takes a time between that by itself and that of a full unit.
     """
     ends, worked = [], 0.0
@@ -290,7 +293,7 @@ def dispatch(
 
 
 def _die(
-    queue: list[int], full: Sequence[float] | np.ndarray, alone: Sequence[float] | np.ndarray, units: int, resident: int,
+    queue: list[int], full: Values, alone: Values, units: int, resident: int,
     waves: int,
 ) -> tuple[float, float]:  # fmt: skip
     """End of the last workgroup of one die, and unit-cycles in which any is resident."""

@@ -1,10 +1,10 @@
 """Memory as one compute unit sees it: address unit, L1, its share of L2, Infinity Cache and HBM; LDS.
 
-Each is a queue with a rate, and a latency behind it. Lines of one workgroup alone come from HBM. Lines that others touch
-too (keys, windows) come from HBM for the first workgroups of a launch, which run abreast, so that all of them wait;
-later ones find them in L2, as far as it holds what is shared: workgroups drift apart, so that of lines which all walk
-through, the share that fits is found, and the rest comes from the Infinity Cache. L1 is too small to serve one workgroup
-with what another has read.
+Each is a queue with a rate, and a latency behind it. Lines of one workgroup alone come from HBM. Lines that others
+touch too (keys, windows) come from HBM for the first workgroups of a launch, which run abreast, so that all of them
+wait; later ones find them in L2, as far as it holds what is shared: workgroups drift apart, so that of lines which all
+walk through, the share that fits is found, and the rest comes from the Infinity Cache. L1 is too small to serve one
+workgroup with what another has read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class UnitMemory:
         self.busy = {"address": 0.0, "l2": 0.0, "cache": 0.0, "memory": 0.0, "lds": 0.0}
 
     def vector(self, now: float, access: Access | None, store: bool, slot: int) -> float:
-        """When a vector memory instruction issued at ``now`` is done. ``slot``: makes lines of one workgroup its own."""
+        """When a vector memory instruction issued at ``now`` by workgroup ``slot`` is done."""
         if access is None:  # no lane is inside of its buffer
             return now + self.device.l1_latency
         start = max(now, self._address)

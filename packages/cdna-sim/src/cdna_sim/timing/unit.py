@@ -35,7 +35,7 @@ _MAX_VM = 63
 class _Simd:
     """One SIMD: when each of its units is free again."""
 
-    __slots__ = ("vector", "matrix", "read", "alone", "scalar", "smem", "vmem", "lds", "branch", "waves")
+    __slots__ = ("alone", "branch", "lds", "matrix", "read", "scalar", "smem", "vector", "vmem", "waves")
 
     def __init__(self) -> None:
         self.vector = self.matrix = self.read = self.alone = 0.0
@@ -46,8 +46,21 @@ class _Simd:
 class _Wave:
     """One wave: where it is in its trace, and what is outstanding."""
 
-    __slots__ = ("ops", "extras", "at", "simd", "group", "slot", "number", "vm", "lgkm", "results", "mask", "stalls",
-                 "arrived")  # fmt: skip
+    __slots__ = (
+        "arrived",
+        "at",
+        "extras",
+        "group",
+        "lgkm",
+        "mask",
+        "number",
+        "ops",
+        "results",
+        "simd",
+        "slot",
+        "stalls",
+        "vm",
+    )  # fmt: skip
 
     def __init__(self, trace: WaveTrace, simd: _Simd, group: _Group, number: int) -> None:
         self.ops, self.extras, self.at = trace.ops, trace.extras, 0
@@ -63,7 +76,7 @@ class _Wave:
 class _Group:
     """One resident workgroup."""
 
-    __slots__ = ("slot", "running", "waiting", "start", "end")
+    __slots__ = ("end", "running", "slot", "start", "waiting")
 
     def __init__(self, slot: int, start: float) -> None:
         self.slot, self.start, self.end = slot, start, start
@@ -98,7 +111,8 @@ def replay(
     """Replays workgroups that start together on one compute unit."""
     simds = [_Simd() for _ in range(device.simds)]
     heap: list[tuple[float, int, Any]] = []
-    groups, waves = [], []
+    groups: list[_Group] = []
+    waves: list[_Wave] = []
     turn = TURN
     for slot, traces in enumerate(workgroups):
         group = _Group(slot, 0.0)
