@@ -1,11 +1,11 @@
+#!/usr/bin/env python3
 """Predicts AITER's public Gluon kernel and sets the times that were published of it beside the predictions.
 
-    git clone https://github.com/ROCm/aiter && python scripts/time_aiter.py aiter
+    git clone https://github.com/ROCm/aiter && scripts/time_aiter.py aiter
 
-The kernel is compiled from the given checkout by the Triton that is installed, with the launch parameters that
-``aiter/ops/triton/attention/fp8_mqa_logits.py`` of August 2026 has for gfx950. No GPU is needed, and nothing of
-AITER's is part of this repository. Where logits are clean, AITER fills them by ``torch.full`` first, which is added as its
-bytes at the device's memory rate and a launch.
+The kernel is compiled from the given checkout by the Triton that is installed, with the launch parameters that AITER
+had for gfx950 in August 2026. No GPU is needed, and nothing of AITER's is part of this repository. Where logits are
+clean, AITER fills them by ``torch.full`` first, which is added as its bytes at the device's memory rate and a launch.
 """
 
 from __future__ import annotations
