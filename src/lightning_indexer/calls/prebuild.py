@@ -16,7 +16,7 @@ from lightning_indexer.problems.mqa_logits import FORMS, Form, MqaLogitsProblem
 from lightning_indexer.selection import registry
 
 # Sizes between which heuristics change their mind; kernels take M and N at run time.
-ROWS = (1, 2, 16, 128, 1024, 4096)
+ROWS = (1, 2, 4, 16, 128, 1024, 4096)
 KEYS = (1, 1024, 16384, 131072)
 
 
