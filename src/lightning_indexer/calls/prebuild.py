@@ -19,7 +19,7 @@ from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsProblem
 from lightning_indexer.selection import registry
 
 # Sizes between which heuristics change their mind; kernels take M and N at run time.
-ROWS = (1, 2, 16, 128, 1024, 4096)
+ROWS = (1, 2, 4, 16, 128, 1024, 4096)
 KEYS = (1, 1024, 16384, 131072)
 # Of decode: B and W, and the next_n of speculative decoding; pages are those of the engines' caches.
 BATCHES = ((1, 1024), (512, 131072))

@@ -1,7 +1,9 @@
-"""Commands that look at AMD kernels on any machine: ``resources``, ``disasm``, ``cost``."""
+"""Commands that look at AMD kernels on any machine: ``resources``, ``disasm``, ``cost``, ``timing``."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +19,7 @@ from lightning_indexer.problems.mqa_logits import FORMS
 
 if TYPE_CHECKING:
     from lightning_indexer.model.survey import Predicted
+    from lightning_indexer.model.timing import Row
 
 ArchOption = Annotated[str, typer.Option(help=f"{common.SIMULATED_ARCHS}; no such device is needed.")]
 RATED = tuple(DEVICES)
@@ -135,6 +138,97 @@ def cost(
         out.print(_times(each))
     out.print(_parts(found))
     _print_lines([*notes, model.EXPLANATION])
+
+
+def timing(
+    arch: Annotated[str, typer.Option(help=f"{common.SIMULATED_ARCHS}; no such device is needed.")] = RATED[0],
+    device: Annotated[str | None, typer.Option(help="MI300X, MI350X or MI355X. Default: the arch's fastest.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="Only this backend; repeat for several.")] = None,
+    heads: Annotated[str, typer.Option(help="Heads, comma-separated; with --shapes.")] = "32",
+    shapes: Annotated[
+        str | None, typer.Option(help="S_QxS_K,…, clean logits; default: the published launches.")
+    ] = None,
+    windows: Annotated[str, typer.Option(help="causal, multi_req; with --shapes.")] = "causal",
+    samples: Annotated[int, typer.Option(min=1, help="Workgroups of a launch that are simulated.")] = 4,
+    trace: Annotated[Path | None, typer.Option(help="Writes the last launch's compute unit, for Perfetto.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draws 4000 cycles of it (.png, .svg).")] = None,
+) -> None:
+    """Predicted times of AMD kernels at D=128: every instruction replayed through a model of a compute unit.
+
+    Without --shapes: each published launch on our kernel of the same kind, with the published time beside it.
+
+    Examples: `lightning-indexer timing`, `lightning-indexer timing --shapes 4096x32768 --heads 32,64`,
+    `lightning-indexer timing --arch gfx942 --shapes 4096x4096 --backend flydsl --trace unit.json`
+    """
+    from lightning_indexer import envs
+    from lightning_indexer.model import cost as windows_model
+    from lightning_indexer.model import timing as model
+
+    target, notes = common.simulated_arch(arch), list[str]()
+    if (reason := cdna.simulator_missing()) is not None:
+        raise typer.BadParameter(reason, param_hint="--arch")
+    for option, path in (("--trace", trace), ("--picture", picture)):
+        if path is not None:
+            common.writable_file(option, path)
+    with common.bad_parameter("--device"):
+        on = model.device_of(target, device)
+    wanted = common.names("--windows", windows, windows_model.COST_WINDOWS)
+    envs.stop_triton_interpreter()
+    kernels = common.installed(common.compiled_kernels(backend, target), backend, notes)
+    if shapes is None and target.name not in RATED:
+        raise typer.BadParameter(f"no times were published for {target.name} here: name some", param_hint="--shapes")
+    with common.progress() as progress, common.compile_errors():
+        task = progress.add_task("timing", total=None)
+        found = []
+        if shapes is None:
+            rows = model.published_rows(kernels, target, samples)
+        else:
+            launches = [(*shape, window) for shape in common.shapes(shapes) for window in wanted]
+            rows = model.rows(kernels, target, on, common.ints("--heads", heads), launches, samples)
+        for row in rows:
+            found.append(row)
+            progress.update(task, advance=1, description=f"{row.backend} {row.launch[0]}x{row.launch[1]}")
+    if not found:
+        raise typer.BadParameter("; ".join([*notes, "no kernel runs any of these"]))
+    out.print(_timing_table(found))
+    _print_lines([*notes, model.EXPLANATION])
+    _draw(found[-1], trace, picture)
+
+
+def _timing_table(found: list[Row]) -> Table:
+    """Predictions, how they come about, and published times beside them."""
+    table = Table(
+        Column("launch", overflow="fold"), Column("backend", overflow="fold"), title_justify="left",
+        title="MODEL, not measured: microseconds, D=128",
+    )  # fmt: skip
+    for column in ("predicted", "sampling", "published", "ratio"):
+        table.add_column(column, justify="right")
+    table.add_column("limit", overflow="fold")
+    table.add_column("waves wait for", overflow="fold")
+    for row in found:
+        rows, keys, window = row.launch
+        p = row.prediction
+        causes = sorted(p.stalls.items(), key=lambda cause: -cause[1])[:3]
+        table.add_row(
+            f"({rows}, {keys}) {window} H={row.heads} {row.device.name}", row.backend, f"{p.microseconds:.1f}",
+            f"±{100 * p.error:.1f}%", "-" if row.published is None else f"{row.published:.1f}",
+            "-" if row.ratio is None else f"{row.ratio:.2f}", p.limit,
+            ", ".join(f"{cause} {100 * share:.0f}%" for cause, share in causes),
+        )  # fmt: skip
+    return table
+
+
+def _draw(row: Row, trace: Path | None, picture: Path | None) -> None:
+    """The compute unit of one launch, as a trace and as a picture."""
+    if trace is None and picture is None:
+        return
+    from cdna_sim.timing import pictures, timeline
+
+    run, name = timeline(row.device, row.traces), f"{row.backend} {row.launch} H={row.heads} on {row.device.name}"
+    if trace is not None:
+        trace.write_text(json.dumps(pictures.chrome_trace(row.device, run, name)))
+    if picture is not None:
+        pictures.picture(run, picture, name, start=run.total / 2)
 
 
 def _times(predicted: Predicted) -> Table:
