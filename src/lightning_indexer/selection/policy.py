@@ -27,8 +27,8 @@ def measured(operation: str, backend: str, arch: Arch) -> bool:
     return (backend, arch.name) in MEASURED.get(operation, ())
 
 
-# The lines of gfx942 and gfx950 follow the timing model (docs/timing.md) where it was held against published times of
-# kernels of the same kind, and by more than it was off there; no AMD kernel has been timed by this project.
+# No AMD kernel has been timed by this project: the lines of gfx942 and gfx950 follow the timing model of docs/timing.md,
+# which is off by up to a third on single published rows, more than some of the gaps that decide here.
 # By operation and arch, what is tried before triton-portable and torch-blocked, which follow on every GPU.
 ORDER: dict[str, dict[str, tuple[str, ...]]] = {
     "fp8_mqa_logits": {
