@@ -18,6 +18,7 @@ PORTABLE = "triton-portable"
 # By operation, (backend, arch) that this project has run and timed on hardware: an H200, and CPUs.
 MEASURED: dict[str, frozenset[tuple[str, str]]] = {
     "fp8_mqa_logits": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
+    "fp8_paged_mqa_logits": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
     "top_k_per_row": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
 }
 
