@@ -152,9 +152,9 @@ def forms():
     }
 
 
-@pytest.mark.parametrize(("form", "functions"), forms().items(), ids=str)
-def test_each_form_of_deep_gemm_gets_lengths_of_rows_and_its_schedule(form, functions, monkeypatch):
-    schedules = []
+@pytest.mark.parametrize("form", forms())
+def test_each_form_of_deep_gemm_gets_lengths_of_rows_and_its_schedule(form, monkeypatch):
+    schedules, functions = [], forms()[form]
 
     def metadata(lengths, page, count):
         schedules.append((lengths.tolist(), page, count))

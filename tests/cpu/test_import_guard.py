@@ -29,6 +29,7 @@ OPTIONAL = (
     "deep_gemm",
     "aiter",
     "sglang",
+    "transformers",
 )
 
 IMPORT = """
@@ -48,6 +49,7 @@ import lightning_indexer.distributed
 import lightning_indexer.integrations.aiter
 import lightning_indexer.integrations.deep_gemm
 import lightning_indexer.integrations.sglang
+import lightning_indexer.integrations.transformers
 import lightning_indexer.integrations.vllm
 import lightning_indexer.integrations.vllm_dcp
 

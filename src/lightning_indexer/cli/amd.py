@@ -1,7 +1,9 @@
-"""Commands that look at AMD kernels on any machine: ``resources``, ``disasm``, ``cost``."""
+"""Commands that look at AMD kernels on any machine: ``resources``, ``disasm``, ``cost``, ``timing``."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +19,7 @@ from lightning_indexer.selection import registry
 
 if TYPE_CHECKING:
     from lightning_indexer.model.survey import Predicted
+    from lightning_indexer.model.timing import Row
 
 RATED = tuple(DEVICES)
 
@@ -197,6 +200,106 @@ def _versions(target: Arch) -> dict[str, str]:
         "commit": environment.commit() or "unknown",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+
+
+def timing(
+    arch: common.SimulatedOption = RATED[0],
+    device: Annotated[str | None, typer.Option(help="MI300X, MI350X or MI355X. Default: the arch's fastest.")] = None,
+    backend: BackendOption = None,
+    heads: HeadsOption = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--shape", "--shapes", help="MxN, clean logits. Default: the published launches."),
+    ] = None,
+    windows: Annotated[
+        list[str] | None,
+        typer.Option("--window", "--windows", help="causal, multi_req; with --shape. Default: causal."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Workgroups of a launch that are simulated.")] = 4,
+    trace: Annotated[Path | None, typer.Option(help="Writes the last launch's compute unit, for Perfetto.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draws 4000 cycles of it (.png, .svg).")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predicted times of AMD kernels at D=128: every instruction replayed through a model of a compute unit.
+
+    Without --shape: each published launch on our kernel of the same kind, with the published time beside it.
+
+    Examples: `lightning-indexer timing`, `lightning-indexer timing --shape 4096x32768 --heads 32,64`,
+    `lightning-indexer timing --arch gfx942 --shape 4096x4096 --backend flydsl --trace unit.json`
+    """
+    from lightning_indexer import envs
+    from lightning_indexer.model import cost as windows_model
+    from lightning_indexer.model import timing as model
+
+    target, notes = common.simulated_arch(arch), list[str]()
+    if (reason := cdna.simulator_missing()) is not None:
+        raise typer.BadParameter(reason, param_hint="--arch")
+    for option, path in (("--trace", trace), ("--picture", picture)):
+        if path is not None:
+            common.writable_file(option, path)
+    with common.bad_parameter("--device"):
+        on = model.device_of(target, device)
+    wanted = common.names("--window", windows or "causal", windows_model.COST_WINDOWS)
+    numbers = common.ints("--heads", heads or "32")
+    envs.stop_triton_interpreter()
+    kernels = common.installed(common.compiled_kernels(backend, target), backend, notes)
+    if not shapes and target.name not in RATED:
+        raise typer.BadParameter(f"no times were published for {target.name} here: name some", param_hint="--shape")
+    with common.progress() as progress, common.compile_errors():
+        task = progress.add_task("timing", total=None)
+        found = []
+        if not shapes:
+            rows = model.published_rows(kernels, target, samples)
+        else:
+            launches = [(m, n, window) for m, n in common.shapes(shapes) for window in wanted]
+            rows = model.rows(kernels, target, on, numbers, launches, samples)
+        for row in rows:
+            found.append(row)
+            progress.update(task, advance=1, description=f"{row.backend} {row.launch[0]}x{row.launch[1]}")
+    if not found:
+        raise typer.BadParameter("; ".join([*notes, "no kernel runs any of these"]), param_hint="--heads")
+    table = _timing_table(found)
+    notes.append(model.EXPLANATION)
+    if as_json:
+        common.show_json(
+            {"kind": "timing", "environment": _versions(target), "launches": table.records(), "notes": notes}
+        )
+    else:
+        common.show(table)
+        common.lines(notes)
+    _draw(found[-1], trace, picture)
+
+
+def _timing_table(found: list[Row]) -> Table:
+    """Predictions, how they come about, and published times beside them."""
+    table = Table(
+        ("M", "N", "window", Column("H", "heads"), "device", "backend", Column("predicted us", "predicted_us", ".1f"),
+         Column("sampling error", "sampling_error", ".3f"), Column("published us", "published_us", ".1f"),
+         Column("ratio", "ratio", ".2f"), "limit", Column("waves wait for", "stalls")),
+        "MODEL, not measured: D=128",
+    )  # fmt: skip
+    for row in found:
+        rows, keys, window = row.launch
+        p = row.prediction
+        causes = sorted(p.stalls.items(), key=lambda cause: -cause[1])[:3]
+        table.add(
+            rows, keys, window, row.heads, row.device.name, row.backend, p.microseconds, p.error, row.published,
+            row.ratio, p.limit, ", ".join(f"{cause} {100 * share:.0f}%" for cause, share in causes),
+        )  # fmt: skip
+    return table
+
+
+def _draw(row: Row, trace: Path | None, picture: Path | None) -> None:
+    """The compute unit of one launch, as a trace and as a picture."""
+    if trace is None and picture is None:
+        return
+    from cdna_sim.timing import pictures, timeline
+
+    run, name = timeline(row.device, row.traces), f"{row.backend} {row.launch} H={row.heads} on {row.device.name}"
+    if trace is not None:
+        trace.write_text(json.dumps(pictures.chrome_trace(row.device, run, name)))
+    if picture is not None:
+        pictures.picture(run, picture, name, start=run.total / 2)
 
 
 def _times(predicted: Predicted) -> Table:

@@ -13,6 +13,7 @@ import typer
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.cli import common
 from lightning_indexer.cli.common import DeviceOption, JsonOption, err
+from lightning_indexer.e2e import decode as decoder
 from lightning_indexer.e2e import report, traces
 from lightning_indexer.e2e import run as runner
 from lightning_indexer.e2e.dims import MODELS
@@ -56,6 +57,10 @@ def e2e(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each side, in turn: A B A B.")] = 2,
     needles: Annotated[int, typer.Option(min=1, help="Planted tokens that later tokens ask for.")] = 16,
     rows: Annotated[int, typer.Option(min=1, help="Rows of each layer held against the float32 reference.")] = 64,
+    decode: Annotated[int, typer.Option(min=0, help="Decode steps of each side after the prefill; 0: none.")] = 0,
+    batch: Annotated[
+        list[str] | None, typer.Option("--batch", "--batches", help="Sequences of a decode step. Default: 1,8,64.")
+    ] = None,
     trace: Annotated[bool, typer.Option(help="Record a kernel trace of each side, and sum it by kernel.")] = True,
     results: Annotated[Path, typer.Option(help="Folder for e2e.md, e2e.json and traces.")] = Path("results/e2e"),
     seed: Annotated[int, typer.Option(help="Seed of weights, prompt and sampled rows.")] = 0,
@@ -70,7 +75,8 @@ def e2e(
     `lightning-indexer e2e --device cuda --context 131072 --select-a torch.topk --select-b cuda-sm90`,
     `lightning-indexer e2e --device cuda --context 32768,131072 --select-a policy --select-b fused`,
     `lightning-indexer e2e --device cuda --model glm-5.2 --context 32768,131072 --a triton-portable --b cuda-sm90`,
-    `lightning-indexer e2e --device cuda --model deepseek-v3.2 --layers 2 --repeats 3 --no-trace`
+    `lightning-indexer e2e --device cuda --model deepseek-v3.2 --layers 2 --repeats 3 --no-trace`,
+    `lightning-indexer e2e --device cuda --context 32768 --decode 256 --batch 1,8,64`
     """
     where = common.device(device)
     on_gpu = where.type == "cuda"
@@ -97,6 +103,7 @@ def e2e(
         calls = [call for context in contexts for call in runner.problems(dims, context, step, budget, selection)]
         selecting = runner.selections(dims, calls)
         ran.append((_ran(f"--{side}", scoring, arch, calls), _ran(f"--select-{side}", selection, arch, selecting)))
+    batches = common.ints("--batch", batch or "1,8,64")
     common.writable_folder("--results", results)
     plan = runner.Plan(
         dims=dims, layers=layers or dims.layers, contexts=tuple(contexts), backends=sides,
@@ -109,14 +116,18 @@ def e2e(
     from lightning_indexer.bench import environment
 
     with common.progress() as progress:
-        task = progress.add_task("e2e", total=runner.steps(plan))
+        extra = len(contexts) * len(batches) if decode else 0
+        task = progress.add_task("e2e", total=runner.steps(plan) + extra)
 
         def begins(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
         found = runner.run(plan, where, arch, begins)
+        decoded = decoder.after(plan, where, batches, decode, begins) if decode else []
     facts = environment.record(where)
     text = report.markdown(plan, found, facts, shlex.join(["lightning-indexer", *sys.argv[1:]]))
+    if decoded:
+        text += "\n" + decoder.markdown(plan, decoded)
     paths = report.write(results, text, plan, found, facts)
     if as_json:
         common.say(next(path for path in paths if path.suffix == ".json").read_text().rstrip())
