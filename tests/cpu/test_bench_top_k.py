@@ -274,8 +274,8 @@ def test_a_run_without_peers_has_a_report():
 
 
 def invoke(*arguments):
-    arguments = ("bench", "--operation", "top_k_per_row", "--device", "cpu", "--budget-ms", "1", *arguments)
-    return CliRunner().invoke(cli.app, arguments)
+    operation = () if "--operation" in arguments else ("--operation", "top_k_per_row")
+    return CliRunner().invoke(cli.app, ["bench", *operation, "--device", "cpu", "--budget-ms", "1", *arguments])
 
 
 def test_the_command(tmp_path):
@@ -310,12 +310,12 @@ def test_the_command_runs_its_own_shapes_and_fails_where_a_backend_is_wrong(tmp_
     ("arguments", "message"),
     [
         (("--heads", "32"), "--heads: top_k_per_row has no such option"),
-        (("--forms", "clean"), "--forms: top_k_per_row has no such option"),
+        (("--forms", "clean"), "--form: top_k_per_row has no such option"),
         (("--tune",), "--tune: top_k_per_row has no such option"),
-        (("--k", "16"), "--k: goes with --shapes ROWSxWIDTH"),
-        (("--shapes", "decode", "--windows", "causal"), "--windows: goes with --shapes ROWSxWIDTH"),
+        (("--k", "16"), "--k: goes with --shape ROWSxWIDTH"),
+        (("--shapes", "decode", "--windows", "causal"), "--window: goes with --shape ROWSxWIDTH"),
         (("--shapes", "8x8", "--k", "5000"), "--k: got 5000, expected 1 to 4096"),
-        (("--shapes", "8x8", "--windows", "cp"), "--windows: got 'cp', expected one of causal, packed, whole"),
+        (("--shapes", "8x8", "--windows", "cp"), "--window: got 'cp', expected one of causal, packed, whole"),
         (("--operation", "fp8_mqa_logits", "--k", "5"), "--k: fp8_mqa_logits has no such option"),
         (
             ("--operation", "sort"),

@@ -151,12 +151,14 @@ class Stack:
         max_logits_bytes: int,
         clock: Clock,
         observer: Observer | None = None,
+        keep: list[tuple[torch.Tensor, PagedKeys | None]] | None = None,
     ) -> torch.Tensor:
         """Runs [context, hidden] embeddings through the stack, ``step`` tokens at a time.
 
         Args:
             backend, selection: of ``fp8_mqa_logits`` and of ``top_k_per_row``; None is the library's choice, and
                 ``TORCH`` selects by ``torch.topk``, ``FUSED`` by the call that scores.
+            keep: is given each layer's latents and keys.
 
         Returns:
             The last token's residual stream, [hidden]: what the first generated token is read from.
@@ -195,6 +197,8 @@ class Stack:
                 x += attended
                 with clock.phase("ffn"):
                     self._add_ffn(layer, x)
+        if keep is not None:
+            keep.extend(zip(latents, keys, strict=True))
         return x[-1]
 
     def _cache_latents(self, latents: torch.Tensor, start: int, h: torch.Tensor, layer: Layer) -> None:

@@ -6,7 +6,9 @@ from typing import ClassVar
 
 from lightning_indexer.backends.cuda_sm90.mqa_logits import MqaLogits
 from lightning_indexer.backends.cuda_sm90.mqa_topk import MqaTopK
+from lightning_indexer.backends.cuda_sm90.paged_mqa_logits import PagedMqaLogits
 from lightning_indexer.backends.cuda_sm90.top_k import TopK
+from lightning_indexer.backends.row_waves import RowWaves
 from lightning_indexer.cuda import nvrtc
 
 
@@ -16,6 +18,8 @@ class CudaSm90:
     kernels: ClassVar = {
         "fp8_mqa_logits": MqaLogits(),
         "fp8_mqa_topk": MqaTopK(),
+        "fp8_paged_mqa_logits": PagedMqaLogits(),
+        "fp8_paged_mqa_topk": RowWaves(PagedMqaLogits(), [(TopK(), nvrtc.missing)]),
         "top_k_per_row": TopK(),
     }
 

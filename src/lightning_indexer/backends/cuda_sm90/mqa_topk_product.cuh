@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, 1)
                 const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
-  if (ptx::shared_address(raw) % 1024 != 0) asm volatile("trap;");  // the swizzle pattern counts from there
+  if (ptx::shared_address(raw) % 1024 != 0) ptx::trap();  // the swizzle pattern counts from there
   const int other = static_cast<int>(threadIdx.x / 32) - G::kMathThreads / 32;
   let_next_start();
   int prices = other < 0;

@@ -8,6 +8,7 @@
 
 #include "head_sum.cuh"
 #include "schedule.cuh"
+#include "wgmma.cuh"
 #if APPEND
 #include "append.cuh"
 #else
@@ -196,7 +197,7 @@ __device__ void multiply(const Arguments& a, Worker& s) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < G::kHeadDim / 32; ++step) {  // 32 bytes further along the rows: 2 units of 16
-      ptx::wgmma_m64n256k32(d, k_tiles + k_stage * (G::kKTileBytes / 16) + 2 * step, q_tile + 2 * step, step != 0);
+      ptx::wgmma(d, k_tiles + k_stage * (G::kKTileBytes / 16) + 2 * step, q_tile + 2 * step, step != 0);
     }
     ptx::wgmma_commit();
   };

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "geometry.cuh"
+#include "out.cuh"
 #include "ptx.cuh"
 #if APPEND
 #include "candidates.cuh"
@@ -24,14 +25,6 @@ constexpr int kTileStep = kAppend ? G::kWorkers : 1;  // tiles from one of a wor
 constexpr int kScratch = 2048;
 constexpr int kKnownBlocks = 1024;
 constexpr int kFillColumns = 2048;
-
-#if OUT_BF16
-using Out = unsigned short;
-constexpr uint32_t kNegInfPair = 0xFF80FF80u;
-#else
-using Out = float;
-constexpr uint32_t kNegInfPair = 0xFF800000u;
-#endif
 
 #if APPEND
 constexpr int kLists = 4 * G::kWorkers;  // of a row and a piece: one for each math warp

@@ -2,19 +2,10 @@
 #pragma once
 
 #include "head_sum.cuh"
+#include "out.cuh"
 #include "schedule.cuh"
 
 namespace {
-
-__device__ __forceinline__ Out to_out(float value) {
-#if OUT_BF16
-  unsigned short bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-#else
-  return value;
-#endif
-}
 
 struct Epilogue {
   Out* out = nullptr;  // column 0 - origin of the lane's first row
@@ -61,22 +52,6 @@ __device__ __forceinline__ void Epilogue::tile(const Arguments& a, const RowBloc
 
 // ---- fill warps ----
 
-// -inf into [first, last) of one row: bulk stores where 16 bytes align, single elements at the ends.
-__device__ __forceinline__ void fill_row(Out* row, int first, int last, const Shared& s, uint64_t policy, int lane) {
-  if (first >= last) return;
-  constexpr int kVector = 16 / sizeof(Out);
-  constexpr int kBulk = sizeof(s.neg_inf) / sizeof(Out);
-  const int misaligned = reinterpret_cast<uint64_t>(row + first) / sizeof(Out) % kVector;
-  const int body = min(last, first + (kVector - misaligned) % kVector);
-  const int tail = body + (last - body) / kVector * kVector;
-  const Out neg_inf = reinterpret_cast<const Out*>(s.neg_inf)[0];
-  if (first + lane < body) row[first + lane] = neg_inf;
-  if (tail + lane < last) row[tail + lane] = neg_inf;
-  for (int at = body + lane * kBulk; at < tail; at += 32 * kBulk) {
-    ptx::bulk_store(row + at, s.neg_inf, min(kBulk, tail - at) * sizeof(Out), policy);
-  }
-}
-
 __device__ void fill(const Arguments& a, Shared& s, int warp) {
   const int lane = threadIdx.x % 32, blocks = (a.rows + G::kRows - 1) / G::kRows;
   ptx::bar_sync<kPiecesFound, 32 * (G::kWorkers + G::kFillWarps)>();  // s.cost lay where s.neg_inf is
@@ -98,8 +73,8 @@ __device__ void fill(const Arguments& a, Shared& s, int warp) {
     const long long last = static_cast<long long>(span.first_key) + span.tiles * G::kTileKeys;
     for (int r = 0; r < G::kRows && block * G::kRows + r < a.rows; ++r) {
       Out* out = a.out + (block * G::kRows + r) * a.out_stride;
-      fill_row(out, begin, min(span.first_key, end), s, policy, lane);
-      fill_row(out, static_cast<int>(max(last, static_cast<long long>(begin))), end, s, policy, lane);
+      fill_row(out, begin, min(span.first_key, end), s.neg_inf, policy, lane);
+      fill_row(out, static_cast<int>(max(last, static_cast<long long>(begin))), end, s.neg_inf, policy, lane);
     }
   }
   ptx::bulk_commit();
