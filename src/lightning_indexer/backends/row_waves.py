@@ -228,6 +228,11 @@ class Launch:
     def __call__(self, call: Any) -> None:
         if not self.problem.rows:
             return
+        if not self.problem.width:  # no kernel is launched without keys
+            call.indices.fill_(-1)
+            if call.values is not None:
+                call.values.fill_(float("-inf"))
+            return
         workspace = call.workspace
         if workspace is None:
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=call.q.device)

@@ -4,8 +4,6 @@
 // heads of its own rows (half of them where two lanes share a row).
 #pragma once
 
-#include "geometry.cuh"
-
 namespace {
 
 // Weighted sums of the ReLU of kColumnPairs pairs of products, for each of a lane's two keys, short of 2^25. `d` are
@@ -83,7 +81,5 @@ struct HeadSum : Geometry {
     }
   }
 };
-
-using Sum = HeadSum<G>;
 
 }  // namespace

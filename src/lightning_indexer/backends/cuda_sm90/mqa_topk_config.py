@@ -18,8 +18,8 @@ from lightning_indexer.problems.mqa_topk import ALIGN_BYTES, MqaTopKProblem
 HEADS = (32, 64)
 # A bitmap of a row's positions has to fit in a CTA, and a row's sample in the registers of one.
 MAX_KEYS = 2**20
-# Where the gate pays, measured: in shorter rows every fourth key and more is a candidate.
-LEAST_KEYS = 16384
+# Where the gate pays, measured at 32768 and at 131072: in shorter rows too many keys are candidates.
+LEAST_KEYS = 131072
 LEAST_SCORES = 2**24
 # Room of a warp of the selection beyond a list's: each part of a list is brought in whole vectors of four.
 WARP_SLACK = 32

@@ -1,9 +1,12 @@
 // Which tiles the windows touch, and which of them each worker computes.
 #pragma once
 
+#include "head_sum.cuh"
 #include "shared.cuh"
 
 namespace {
+
+using Sum = HeadSum<G>;
 
 struct Span {  // the tiles that the windows of a row block touch
   int first_key;
