@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from lightning_indexer.backends.torch_blocked.gather_k_cache import GatherKCache
+from lightning_indexer.backends.torch_blocked.insert_k_cache import InsertKCache
 from lightning_indexer.backends.torch_blocked.mqa_logits import MqaLogits
 from lightning_indexer.backends.torch_blocked.paged_mqa_logits import PagedMqaLogits
+from lightning_indexer.backends.torch_blocked.prepare_q import PrepareQ
 from lightning_indexer.backends.torch_blocked.top_k import TopK
 
 
@@ -15,6 +18,9 @@ class TorchBlocked:
     kernels: ClassVar = {
         "fp8_mqa_logits": MqaLogits(),
         "fp8_paged_mqa_logits": PagedMqaLogits(),
+        "gather_k_cache": GatherKCache(),
+        "insert_k_cache": InsertKCache(),
+        "prepare_q": PrepareQ(),
         "top_k_per_row": TopK(),
     }
 
