@@ -181,7 +181,8 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as engines quantise them: scale max(amax, 1e-4) / 448, of fnuz / 224, on request the power of two above.
 
-    A NaN becomes a NaN code and does not count for its row's scale. A row that holds an infinity gets an infinite one.
+    A NaN becomes a NaN code and does not count for its row's scale. A row that holds an infinity gets an infinite one,
+    and its values mean nothing. -0.0 becomes 0.
 
     Args:
         x: [..., D] float32.
@@ -195,7 +196,7 @@ def quantize_rows(
     scale = amax / torch.full_like(amax, limit)
     if power_of_two:
         scale = _power_of_two_above(scale)
-    y = (x / scale[..., None]).clamp(-limit, limit)
+    y = (x / scale[..., None]).clamp(-limit, limit) + 0.0
     if dtype is torch.float8_e4m3fnuz:  # what is rounded to 0 has no sign there: its -0 is NaN
         y = torch.where(y.abs() <= 2.0**-11, torch.zeros_like(y), y)
     return y.to(dtype), scale

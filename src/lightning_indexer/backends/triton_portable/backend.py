@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_indexer.amd import triton_amd
+from lightning_indexer.backends.triton_portable.gather_k_cache import GatherKCache
+from lightning_indexer.backends.triton_portable.insert_k_cache import InsertKCache
 from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits
 from lightning_indexer.backends.triton_portable.paged_mqa_logits import PagedMqaLogits
+from lightning_indexer.backends.triton_portable.prepare_q import PrepareQ
 from lightning_indexer.backends.triton_portable.top_k import TopK
 
 
@@ -20,6 +23,9 @@ class TritonPortable:
     kernels: ClassVar = {
         "fp8_mqa_logits": MqaLogits(),
         "fp8_paged_mqa_logits": PagedMqaLogits(),
+        "gather_k_cache": GatherKCache(),
+        "insert_k_cache": InsertKCache(),
+        "prepare_q": PrepareQ(),
         "top_k_per_row": TopK(),
     }
 

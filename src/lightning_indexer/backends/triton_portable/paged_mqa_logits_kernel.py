@@ -9,6 +9,9 @@ with -inf in the same manner: every column is written once.
 
 Keys lie on the M side of the product, so a key's heads end in few lanes. A tile within one page asks the block table
 once, others once a key. Addresses of blocks are 64-bit; places within a block are 32-bit.
+
+fp4 keys become what the matrix unit reads in registers: even and odd channels apart, as they lie in the bytes' nibbles,
+so that a product is two of D / 2 channels each, with q split likewise. The key's own scale is applied as others are.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import triton
 import triton.language as tl
 
 from lightning_indexer.backends.triton_portable.mqa_logits_kernel import _widen
+from lightning_indexer.backends.triton_portable.quantize_kernel import fp4_parts
 
 
 def _name(specialization) -> str:
     c = specialization.constants
     form = "clean" if c["CLEAN"] else "noclean"
-    order = "preshuffled" if c["SHUFFLED"] else "flat"
+    order = "fp4" if c["FP4_SHIFT"] else "preshuffled" if c["SHUFFLED"] else "flat"
     shape = f"n{c['NEXT_N']}_H{c['HEADS']}_D{c['HEAD_DIM']}_page{c['PAGE']}"
     return f"fp8_paged_mqa_logits_{shape}_bkv{c['BLOCK']}_r{c['ROWS']}_{order}_{form}_triton"
 
@@ -63,14 +67,28 @@ def _load_scales(base, inside, PLACE: tl.constexpr, UE8M0: tl.constexpr, MASKED:
 
 
 @triton.jit
+def _fp4_operand(x, MODE: tl.constexpr):
+    """What the matrix unit reads, of float32 that e4m3 holds."""
+    if MODE == "fn":
+        values = x.to(tl.float8e4nv)
+    elif MODE == "widen":
+        values = x.to(tl.float16)
+    else:
+        values = x.to(tl.float8e4b8)
+    return values
+
+
+@triton.jit
 def _tile(
-    column, longest, width, length, real, q, w, cache_ptr, block_words, table_row, out_rows,
+    column, longest, width, length, real, q, q_odd, w, cache_ptr, block_words, table_row, out_rows,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SHUFFLED: tl.constexpr, UE8M0: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CLEAN: tl.constexpr, MODE: tl.constexpr, WHOLE: tl.constexpr,
+    FP4_SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CLEAN: tl.constexpr, MODE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Columns [column, column + BLOCK) of the rows. WHOLE: the longest of them sees every one."""
+    ROW_BYTES: tl.constexpr = HEAD_DIM // 2 if FP4_SHIFT else HEAD_DIM
     in_tile = tl.arange(0, BLOCK)
-    channel = tl.arange(0, HEAD_DIM)
+    channel = tl.arange(0, ROW_BYTES)
     columns = column + in_tile
     inside = columns < longest  # keys behind it are never read, nor their entries of the table
     if PAGE % BLOCK == 0:
@@ -87,12 +105,23 @@ def _tile(
         places = (inner // 16 * (16 * HEAD_DIM) + inner % 16 * 16)[:, None]
         places = places + (channel // 16 * 256 + channel % 16)[None, :]
     else:
-        places = inner[:, None] * HEAD_DIM + channel[None, :]
+        places = inner[:, None] * ROW_BYTES + channel[None, :]
     pointers = base + places if PAGE % BLOCK == 0 else base[:, None] + places
-    k = _load_values(pointers, inside[:, None], MODE, MASKED=not WHOLE)
-    scales = _load_scales(base, inside, PAGE * HEAD_DIM, UE8M0, not WHOLE, inner)
+    if FP4_SHIFT:
+        words = (base + PAGE * ROW_BYTES).to(tl.pointer_type(tl.int32), bitcast=True) + inner
+        if WHOLE:
+            packed, word = tl.load(pointers), tl.load(words)
+        else:
+            packed, word = tl.load(pointers, mask=inside[:, None], other=0), tl.load(words, mask=inside, other=0)
+        even, odd, scales = fp4_parts(packed, word, ROW_BYTES, FP4_SHIFT)
+        products = tl.dot(_fp4_operand(even, MODE), q)
+        products = tl.dot(_fp4_operand(odd, MODE), q_odd, products)
+    else:
+        k = _load_values(pointers, inside[:, None], MODE, MASKED=not WHOLE)
+        scales = _load_scales(base, inside, PAGE * HEAD_DIM, UE8M0, not WHOLE, inner)
+        products = tl.dot(k, q)
 
-    scores = tl.maximum(tl.dot(k, q), 0.0) * w[None, :]  # [BLOCK, ROWS * H] float32
+    scores = tl.maximum(products, 0.0) * w[None, :]  # [BLOCK, ROWS * H] float32
     logits = tl.sum(scores, axis=1)[:, None] if ROWS == 1 else tl.sum(tl.reshape(scores, [BLOCK, ROWS, HEADS]), axis=2)
     logits = logits * scales[:, None] + 0.0  # -0.0 becomes +0.0
     if CLEAN and (ROWS > 1 or not WHOLE):
@@ -110,7 +139,7 @@ def _tile(
 @triton.jit(repr=_name, do_not_specialize=["width", "limit", "splits"])
 def fp8_paged_mqa_logits_kernel(
     q_ptr,  # fp8, or its bytes if Q_MODE says so [B, NEXT_N, H, D]
-    cache_ptr,  # uint8: blocks of PAGE * (D + 4) bytes
+    cache_ptr,  # uint8: blocks of PAGE * (D + 4) bytes, of fp4 D / 2 + 4
     w_ptr,  # float32 [B * NEXT_N, H]
     lengths_ptr,  # int32 [B] or [B, NEXT_N]
     table_ptr,  # int32 [B, max_blocks], or of sequences
@@ -136,6 +165,7 @@ def fp8_paged_mqa_logits_kernel(
     PAGE: tl.constexpr,
     SHUFFLED: tl.constexpr,
     UE8M0: tl.constexpr,
+    FP4_SHIFT: tl.constexpr,  # of fp4 keys, see fp4_to_fp8; else 0
     ROW_LENGTHS: tl.constexpr,
     CLEAN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -170,24 +200,30 @@ def fp8_paged_mqa_logits_kernel(
         head = tl.arange(0, ROWS * PADDED_HEADS) % PADDED_HEADS
         head_row = group * ROWS + tl.arange(0, ROWS * PADDED_HEADS) // PADDED_HEADS
         valid = (head < HEADS) & (head_row < NEXT_N)
-        channel = tl.arange(0, HEAD_DIM)
+        channel = tl.arange(0, HEAD_DIM // 2) * 2 if FP4_SHIFT else tl.arange(0, HEAD_DIM)
         q_heads = head_row.to(tl.int64) * q_stride_j + head * q_stride_h
-        q = tl.load(q_ptr + b * q_stride_b + q_heads[None, :] + channel[:, None], mask=valid[None, :], other=0.0)
+        q_places = q_ptr + b * q_stride_b + q_heads[None, :] + channel[:, None]
+        q = tl.load(q_places, mask=valid[None, :], other=0.0)
+        q_odd = q
+        if FP4_SHIFT:
+            q_odd = tl.load(q_places + 1, mask=valid[None, :], other=0.0)
         if Q_MODE == "widen" or Q_MODE == "scrub":
-            q = _operand(q, Q_MODE)
+            q, q_odd = _operand(q, Q_MODE), _operand(q_odd, Q_MODE)
         w = tl.load(w_ptr + (b * NEXT_N + head_row) * w_stride + head, mask=valid, other=0.0) * FACTOR
 
         whole = longest // BLOCK
         if split < whole:  # a pipelined loop of no turns reads shared memory that nothing has written
             for tile in tl.range(split, whole, splits):
                 _tile(
-                    tile * BLOCK, longest, width, length, real, q, w, cache_ptr, block_words, table_row, out_rows,
-                    PADDED_HEADS, HEAD_DIM, PAGE, SHUFFLED, UE8M0, ROWS, BLOCK, CLEAN, MODE, WHOLE=True,
+                    tile * BLOCK, longest, width, length, real, q, q_odd, w, cache_ptr, block_words, table_row,
+                    out_rows, PADDED_HEADS, HEAD_DIM, PAGE, SHUFFLED, UE8M0, FP4_SHIFT, ROWS, BLOCK, CLEAN, MODE,
+                    WHOLE=True,
                 )  # fmt: skip
         if whole < tiles and whole % splits == split:
             _tile(
-                whole * BLOCK, longest, width, length, real, q, w, cache_ptr, block_words, table_row, out_rows,
-                PADDED_HEADS, HEAD_DIM, PAGE, SHUFFLED, UE8M0, ROWS, BLOCK, CLEAN, MODE, WHOLE=False,
+                whole * BLOCK, longest, width, length, real, q, q_odd, w, cache_ptr, block_words, table_row,
+                out_rows, PADDED_HEADS, HEAD_DIM, PAGE, SHUFFLED, UE8M0, FP4_SHIFT, ROWS, BLOCK, CLEAN, MODE,
+                WHOLE=False,
             )  # fmt: skip
 
     if CLEAN:
