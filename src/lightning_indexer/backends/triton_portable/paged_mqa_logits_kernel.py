@@ -200,13 +200,15 @@ def fp8_paged_mqa_logits_kernel(
         head = tl.arange(0, ROWS * PADDED_HEADS) % PADDED_HEADS
         head_row = group * ROWS + tl.arange(0, ROWS * PADDED_HEADS) // PADDED_HEADS
         valid = (head < HEADS) & (head_row < NEXT_N)
-        channel = tl.arange(0, HEAD_DIM // 2) * 2 if FP4_SHIFT else tl.arange(0, HEAD_DIM)
-        q_heads = head_row.to(tl.int64) * q_stride_j + head * q_stride_h
-        q_places = q_ptr + b * q_stride_b + q_heads[None, :] + channel[:, None]
-        q = tl.load(q_places, mask=valid[None, :], other=0.0)
-        q_odd = q
+        channel = tl.arange(0, HEAD_DIM)
+        q_heads = q_ptr + b * q_stride_b + (head_row.to(tl.int64) * q_stride_j + head * q_stride_h)
         if FP4_SHIFT:
-            q_odd = tl.load(q_places + 1, mask=valid[None, :], other=0.0)
+            pairs = tl.load(q_heads[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
+            even, odd = tl.split(tl.reshape(pairs, [ROWS * PADDED_HEADS, HEAD_DIM // 2, 2]))
+            q, q_odd = tl.trans(even), tl.trans(odd)
+        else:
+            q = tl.load(q_heads[None, :] + channel[:, None], mask=valid[None, :], other=0.0)
+            q_odd = q
         if Q_MODE == "widen" or Q_MODE == "scrub":
             q, q_odd = _operand(q, Q_MODE), _operand(q_odd, Q_MODE)
         w = tl.load(w_ptr + (b * NEXT_N + head_row) * w_stride + head, mask=valid, other=0.0) * FACTOR

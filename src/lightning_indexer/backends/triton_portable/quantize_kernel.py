@@ -33,21 +33,30 @@ def load_pairs(rows, mask, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
 
 
 @triton.jit
+def _vector_pairs(pointer, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """A vector of D channels, as the pairs of a row."""
+    if INTERLEAVED:
+        a, b = tl.split(tl.reshape(tl.load(pointer + tl.arange(0, D)), [D // 2, 2]))
+    else:
+        first = first_channels(D, HALF)
+        a, b = tl.load(pointer + first), tl.load(pointer + first + HALF)
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
 def layer_norm(a, b, weight_ptr, bias_ptr, eps, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     mean = (tl.sum(a, axis=1) + tl.sum(b, axis=1)) * (1.0 / D)
     a -= mean[:, None]
     b -= mean[:, None]
     variance = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) * (1.0 / D)
     rest = tl.rsqrt(variance + eps)
-    if INTERLEAVED:
-        first, second = tl.arange(0, D // 2) * 2, 1
-    else:
-        first, second = first_channels(D, HALF), HALF
-    a = a * rest[:, None] * tl.load(weight_ptr + first).to(tl.float32)[None, :]
-    b = b * rest[:, None] * tl.load(weight_ptr + first + second).to(tl.float32)[None, :]
+    a_weight, b_weight = _vector_pairs(weight_ptr, D, HALF, INTERLEAVED)
+    a = a * rest[:, None] * a_weight[None, :]
+    b = b * rest[:, None] * b_weight[None, :]
     if bias_ptr is not None:
-        a += tl.load(bias_ptr + first).to(tl.float32)[None, :]
-        b += tl.load(bias_ptr + first + second).to(tl.float32)[None, :]
+        a_bias, b_bias = _vector_pairs(bias_ptr, D, HALF, INTERLEAVED)
+        a += a_bias[None, :]
+        b += b_bias[None, :]
     return a, b
 
 
