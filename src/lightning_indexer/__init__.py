@@ -1,9 +1,9 @@
 """The "lightning indexer" of DeepSeek-V3.2/V4 and GLM-5 sparse attention: scores, and the positions they select.
 
 :func:`fp8_mqa_logits` scores, :func:`fp8_paged_mqa_logits` scores over the paged cache of decode steps,
-:func:`top_k_per_row` selects, :func:`insert_k_cache`, :func:`gather_k_cache` and
-:func:`prepare_q` make their operands, on every accelerator. Importing this package touches no device, no compiler and no
-optional package: backends load when a call selects them.
+:func:`top_k_per_row` selects; :func:`insert_k_cache`, :func:`gather_k_cache` and :func:`prepare_q` make what is scored.
+They run on every accelerator. Importing this package touches no device, no compiler and no optional package: backends
+load when a call selects them.
 """
 
 from lightning_indexer._version import __version__

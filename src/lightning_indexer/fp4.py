@@ -41,7 +41,7 @@ def quantize_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if x.shape[-1] % BLOCK:
         raise ValueError(f"x: got D={x.shape[-1]}, expected a multiple of {BLOCK}")
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    blocks = _blocks(x.float())
     amax = blocks.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(dim=-1).clamp(min=MIN_AMAX)
     scale = _power_of_two_above(amax / torch.full_like(amax, MAX))
     y = (blocks / scale[..., None]).flatten(-2)
@@ -64,8 +64,9 @@ def dequantize_fp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """
     nibbles = _nibbles(values)
     scale = _exponents(scales)
-    value = _e2m1(nibbles).unflatten(-1, (-1, BLOCK)) * scale[..., None]
-    return value.flatten(-2)
+    value = _blocks(_e2m1(nibbles)) * scale[..., None]
+    wide: torch.Tensor = value.flatten(-2)
+    return wide
 
 
 def fp4_to_fp8(
@@ -91,7 +92,7 @@ def fp4_to_fp8(
     """
     if dtype not in FP8_DTYPES:
         raise TypeError(f"dtype: got {dtype}, expected {' or '.join(map(str, FP8_DTYPES))}")
-    blocks = _e2m1(_nibbles(values)).unflatten(-1, (-1, BLOCK))
+    blocks = _blocks(_e2m1(_nibbles(values)))
     codes = scales.view(torch.uint8).to(torch.int32)
     used = torch.where((blocks != 0).any(dim=-1), codes, -1)
     top = used.amax(dim=-1)
@@ -111,10 +112,15 @@ def spread(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
     :func:`fp4_to_fp8` is exact up to ``EXACT_SPREAD``. Above, it may be.
     """
-    some = ((values.view(torch.uint8) & 0x77) != 0).unflatten(-1, (-1, BLOCK // 2)).any(dim=-1)
+    some = _blocks((values.view(torch.uint8) & 0x77) != 0, BLOCK // 2).any(dim=-1)
     codes = scales.view(torch.uint8).to(torch.int32)
     high, low = torch.where(some, codes, -1).amax(dim=-1), torch.where(some, codes, 256).amin(dim=-1)
     return (high - low).clamp(min=0)
+
+
+def _blocks(x: torch.Tensor, size: int = BLOCK) -> torch.Tensor:
+    """[..., D] as [..., blocks, size]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def _nibbles(values: torch.Tensor) -> torch.Tensor:

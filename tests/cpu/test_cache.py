@@ -149,7 +149,11 @@ def test_errors_of_insert(change, error, message):
     ("change", "error", "message"),
     [
         ({"block_tables": torch.zeros(1, 2)}, TypeError, "block_tables: got dtype torch.float32"),
-        ({"cu_seq_lens": torch.zeros(3, dtype=torch.int32)}, ValueError, r"cu_seq_lens: got shape \[3\], expected \[2\]"),
+        (
+            {"cu_seq_lens": torch.zeros(3, dtype=torch.int32)},
+            ValueError,
+            r"cu_seq_lens: got shape \[3\], expected \[2\]",
+        ),
         ({"keys": -1}, ValueError, "keys: got -1"),
         ({"compress_ratio": 0}, ValueError, "compress_ratio: got 0"),
         ({"dtype": FNUZ}, TypeError, "dtype: got torch.float8_e4m3fnuz, expected torch.float8_e4m3fn of a cache"),
@@ -242,7 +246,9 @@ def test_adapters(preshuffle, scale_fmt, fnuz, monkeypatch):
     dst_k, dst_scale = torch.zeros(60, 128, dtype=torch.uint8), torch.zeros(60, 4, dtype=torch.uint8)
     adapters.cp_gather_indexer_k_quant_cache(cache, dst_k, dst_scale, table, lengths, preshuffle)
     expected, scale = layout.unpack(right)
-    rows = torch.cat((expected[[2, 0]].view(torch.uint8).view(32, 128), expected[[1, 3]].view(torch.uint8).view(32, 128)))
+    rows = torch.cat(
+        (expected[[2, 0]].view(torch.uint8).view(32, 128), expected[[1, 3]].view(torch.uint8).view(32, 128))
+    )
     assert torch.equal(dst_k[:50], rows[:50])
     assert torch.equal(dst_scale[:32].view(torch.float32)[:, 0], scale[[2, 0]].view(-1))
 

@@ -65,9 +65,7 @@ def test_heuristics():
 
 def test_gates():
     for module, problem in zip(MODULES, problems(100), strict=True):
-        kernel = next(
-            kind() for kind in vars(module).values() if isinstance(kind, type) and hasattr(kind, "supports")
-        )
+        kernel = next(kind() for kind in vars(module).values() if isinstance(kind, type) and hasattr(kind, "supports"))
         for arch in Arch.known():
             assert (kernel.supports(problem, arch) is None) == (arch.vendor != "cpu" or envs.triton_interprets())
     insert = insert_k_cache.InsertKCache()

@@ -130,12 +130,19 @@ def test_decode_logits_of_an_fp4_cache(fp4_q):
 def test_layout_of_fp4():
     layout = CacheLayout.fp4(64)
     assert (layout.block_bytes, layout.block_shape) == (64 * 68, (64, 1, 68))
-    values, scales = torch.randint(0, 256, (3, 64, 64)).to(torch.uint8), torch.randint(0, 256, (3, 64, 4)).to(torch.uint8)
+    values, scales = (
+        torch.randint(0, 256, (3, 64, 64)).to(torch.uint8),
+        torch.randint(0, 256, (3, 64, 4)).to(torch.uint8),
+    )
     cache = layout.pack(values, scales)
     assert torch.equal(cache.view(3, -1)[1, :64], values[1, 0])
     assert torch.equal(cache.view(3, -1)[2, 64 * 64 + 4 : 64 * 64 + 8], scales[2, 1])
     assert all(torch.equal(a, b) for a, b in zip(layout.unpack(cache), (values, scales), strict=True))
-    for wrong in (layout._replace(order="preshuffled"), layout._replace(scales="float32"), layout._replace(head_dim=64)):
+    for wrong in (
+        layout._replace(order="preshuffled"),
+        layout._replace(scales="float32"),
+        layout._replace(head_dim=64),
+    ):
         with pytest.raises(ValueError, match=r"layout: got .* expected flat, ue8m0 and D=128 of fp4 keys"):
             wrong.validate()
     with pytest.raises(ValueError, match=r"kv_cache: got shape \[3, 64, 1, 132\], expected \[blocks, 64, 1, 68\]"):

@@ -445,7 +445,9 @@ def test_conversions_to_fp8_saturate_where_the_mode_says_so(arch, largest, plain
         ("0x7fc00000", "1", largest | 0x80 | plain << 8),
         ("1.0", "0", plain | (0x80 if arch == "gfx950" else 0) | (0x40 if arch == "gfx942" else 0x38) << 8),
     ):
-        setreg = f"s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1\ns_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), {mode}\n"
+        setreg = (
+            f"s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1\ns_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), {mode}\n"
+        )
         out = np.zeros(64, np.uint32)
         run(build(lines.format(second=second) + setreg + convert + STORE, arch=arch), out)
         assert set(out.tolist()) == {expected}, (second, mode, hex(int(out[0])))

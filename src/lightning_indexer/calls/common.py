@@ -53,9 +53,7 @@ def facts(operation: str, tensors: Sequence[Any], *others: Any) -> object:
         found = (
             operation,
             *[
-                None
-                if t is None
-                else (t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15)
+                None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15)
                 for t in tensors
             ],
             *others,
@@ -68,6 +66,7 @@ def facts(operation: str, tensors: Sequence[Any], *others: Any) -> object:
 
 def plain(call: Any) -> Any:
     """A call, parameters and subclasses among its tensors as the tensors they hold; of named tuples within it too."""
+
     def of(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
             return value.detach().as_subclass(torch.Tensor)

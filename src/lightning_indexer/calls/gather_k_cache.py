@@ -65,9 +65,7 @@ def gather_k_cache(
         BackendUnavailableError: the backend asked for cannot run this call.
         NotImplementedError: an operand of ``torch.func``'s transforms, or ``torch.jit.trace``.
     """
-    call = GatherCall(
-        kv_cache, block_tables, cu_seq_lens, keys, layout, compress_ratio, dtype, out, backend
-    )
+    call = GatherCall(kv_cache, block_tables, cu_seq_lens, keys, layout, compress_ratio, dtype, out, backend)
     if torch.compiler.is_compiling() or common.dispatch_modes() or common.needs_operator(_tensors(call)):
         return _through_operator(call)
     return _run(call)
@@ -113,7 +111,7 @@ def _run(call: GatherCall) -> tuple[torch.Tensor, torch.Tensor]:
         cu_seq_lens = call.cu_seq_lens if plan.contiguous else call.cu_seq_lens.contiguous()
         if call.compress_ratio != 1:
             cu_seq_lens = compressed(cu_seq_lens, call.compress_ratio)
-        plan.run(call._replace(cu_seq_lens=cu_seq_lens, layout=plan.layout, dtype=plan.dtype, out=tuple(out)))
+        plan.run(call._replace(cu_seq_lens=cu_seq_lens, layout=plan.layout, dtype=plan.dtype, out=out))
     return out[0], out[1]
 
 
@@ -165,9 +163,7 @@ def _operator_out(
     layout = CacheLayout(page, head_dim, order, scales, cache_dtype)  # type: ignore[arg-type]
     _run(
         common.plain(
-            GatherCall(
-                kv_cache, block_tables, cu_seq_lens, keys, layout, compress_ratio, dtype, (k, kv_scale), backend
-            )
+            GatherCall(kv_cache, block_tables, cu_seq_lens, keys, layout, compress_ratio, dtype, (k, kv_scale), backend)
         )
     )
 
@@ -186,7 +182,8 @@ def _(*arguments: Any) -> None:
 
 def _validated(arguments: tuple[Any, ...], out: Any) -> GatherCall:
     layout, (ratio, dtype, _) = CacheLayout._make(arguments[4:9]), arguments[9:]
-    return validate(GatherCall(*arguments[:4], layout, ratio, dtype, out))
+    kv_cache, block_tables, cu_seq_lens, keys = arguments[:4]
+    return validate(GatherCall(kv_cache, block_tables, cu_seq_lens, keys, layout, ratio, dtype, out))
 
 
 def _through_operator(call: GatherCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -83,7 +83,9 @@ def _run(call: PrepareQCall) -> tuple[torch.Tensor, torch.Tensor]:
     plan = None if facts is None else common.PLANS.get(facts)
     if common.functorch() is not None or common.tracing() is not None or forward_ad._current_level >= 0:
         common.refuse(OPERATION, _tensors(call))
-    if torch.is_grad_enabled() and (getattr(q, "requires_grad", False) or getattr(call.weights, "requires_grad", False)):
+    if torch.is_grad_enabled() and (
+        getattr(q, "requires_grad", False) or getattr(call.weights, "requires_grad", False)
+    ):
         common.warn_of_gradients(OPERATION)
     if plan is None:
         checked = validate(call)
@@ -102,7 +104,7 @@ def _run(call: PrepareQCall) -> tuple[torch.Tensor, torch.Tensor]:
         )
     if plan.run is not None:
         call = call if plan.normal else validate(call)
-        plan.run(call._replace(weight_scale=plan.weight_scale, out=tuple(out)))
+        plan.run(call._replace(weight_scale=plan.weight_scale, out=out))
     return out[0], out[1]
 
 
@@ -154,7 +156,9 @@ def _operator_out(
 
 def _call(arguments: tuple[Any, ...], options: tuple[Any, ...], out: Any, backend: str | None) -> PrepareQCall:
     q, weights, *steps = arguments
-    return PrepareQCall(q, weights, Steps(None, None, 1e-6, *steps), *options, out, backend)
+    dtype, power_of_two, fp4, weight_scale = options
+    norm = Steps(None, None, 1e-6, *steps)
+    return PrepareQCall(q, weights, norm, dtype, power_of_two, fp4, weight_scale, out, backend)
 
 
 @_operator.register_fake

@@ -31,6 +31,8 @@ FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 LENGTHS = ("ragged", "equal", "none", "one", "page ends")
 _POISON, _GUARD = 0xA7, 256
 
+FLAT = CacheLayout()
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -50,7 +52,7 @@ class Case:
 
     batch: int
     width: int
-    layout: CacheLayout = CacheLayout()
+    layout: CacheLayout = FLAT
     dtype: torch.dtype | None = None
     lengths: str = "ragged"
     ratio: int = 1

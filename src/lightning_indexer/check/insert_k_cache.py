@@ -46,6 +46,8 @@ TRANSFORMS = (
 )  # fmt: skip
 _GUARD = 64
 
+FLAT = CacheLayout()
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -62,7 +64,7 @@ class Case:
     """
 
     tokens: int
-    layout: CacheLayout = CacheLayout()
+    layout: CacheLayout = FLAT
     transform: Transform = PLAIN
     dtype: torch.dtype = torch.bfloat16
     slots: str = "some skipped"
@@ -93,7 +95,7 @@ def layouts(fnuz: bool = False) -> list[CacheLayout]:
     """One of every kind that engines have."""
     dtype = FNUZ if fnuz else FN
     found = [
-        CacheLayout(page, 128, order, scales, dtype)
+        CacheLayout(page, 128, order, scales, dtype)  # type: ignore[arg-type]
         for page, order in ((64, "flat"), (16, "preshuffled"), (64, "preshuffled"), (1, "flat"))
         for scales in ("float32", "power of two", "ue8m0")
     ]
@@ -211,11 +213,11 @@ def run_case(
     call = call or call_backend(backend)
     inputs = make_inputs(case, device)
     buffer, cache = make_cache(case, device)
-    right_buffer, right = make_cache(case, device) if not case.far else (buffer, cache)
     call(case, inputs, cache)
     if case.far:
         faults = _far(case, inputs, cache)
     else:
+        _, right = make_cache(case, device)
         reference_insert(inputs.k, right, inputs.slot_mapping, case.layout, inputs.steps)
         wrong = difference(case.problem, cache, right)
         faults = [wrong] if wrong is not None else []

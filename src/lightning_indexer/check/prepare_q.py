@@ -121,7 +121,10 @@ def run_case(
     for _ in range(repeats):
         again = case.problem.example(device)
         call(again)
-        same = (torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(again.results, first.results, strict=True))
+        same = (
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(again.results, first.results, strict=True)
+        )
         if not all(same):
             faults.append("a repeat differs")
             break

@@ -80,8 +80,8 @@ def cp_gather_indexer_k_quant_cache(
         )
     if not dst_scale.is_contiguous() or dst_scale.numel() * dst_scale.element_size() != SCALE_BYTES * dst_k.shape[0]:
         raise ValueError(
-            f"dst_scale: got shape {shape_of(dst_scale)} of {dst_scale.dtype}, expected {SCALE_BYTES} bytes for each of "
-            f"{dst_k.shape[0]} keys, contiguous"
+            f"dst_scale: got shape {shape_of(dst_scale)} of {dst_scale.dtype}, expected {SCALE_BYTES} bytes for each "
+            f"of {dst_k.shape[0]} keys, contiguous"
         )
     dtype = dst_k.dtype if dst_k.dtype in FP8_DTYPES else torch.float8_e4m3fn
     order = "preshuffled" if as_bool("preshuffle", preshuffle) else "flat"

@@ -96,7 +96,8 @@ def fp8_fp4_mqa_logits(
         and columns outside the window hold anything.
 
     Raises:
-        TypeError: ``q`` is not a pair, or its scales are no UE8M0 bytes; two widths; also as :func:`lightning_indexer.fp8_mqa_logits`.
+        TypeError: ``q`` is not a pair, or its scales are no UE8M0 bytes; two widths; also as
+            :func:`lightning_indexer.fp8_mqa_logits`.
         ValueError: a width of 0 in the wheel's place for it; also as :func:`lightning_indexer.fp8_mqa_logits`.
     """
     values, weights = _fp8_of(q, weights)
@@ -221,7 +222,8 @@ def fp8_fp4_paged_mqa_logits(
         [B * next_n, max_context_len] of ``logits_dtype``.
 
     Raises:
-        TypeError: ``q`` is not a pair, or its scales are no UE8M0 bytes; also as :func:`lightning_indexer.fp8_paged_mqa_logits`.
+        TypeError: ``q`` is not a pair, or its scales are no UE8M0 bytes; also as
+            :func:`lightning_indexer.fp8_paged_mqa_logits`.
         ValueError: as :func:`lightning_indexer.fp8_paged_mqa_logits`.
     """
     values, weights = _fp8_of(q, weights.view(q[0].shape[:3]) if _is_fp4(q) else weights)
@@ -247,9 +249,7 @@ def _is_fp4(q: object) -> bool:
     return isinstance(q, (tuple, list)) and len(q) == 2 and q[1] is not None
 
 
-def _fp8_of(
-    q: tuple[torch.Tensor, torch.Tensor | None], weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fp8_of(q: tuple[torch.Tensor, torch.Tensor | None], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q in e4m3, and the weights, which fp4 q's scales go into."""
     if not isinstance(q, (tuple, list)) or len(q) != 2:
         raise TypeError(f"q: got {type(q).__name__}, expected the pair (q, None), or fp4, (values, scales)")

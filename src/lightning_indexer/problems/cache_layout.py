@@ -94,8 +94,8 @@ class CacheLayout(NamedTuple):
             raise TypeError(f"layout.dtype: got {self.dtype}, expected {' or '.join(map(str, (*FP8_DTYPES, FP4)))}")
         if self.is_fp4 and (self.order, self.scales, self.head_dim) != ("flat", "ue8m0", BLOCK * SCALE_BYTES):
             raise ValueError(
-                f"layout: got {self.order} values with {self.scales} scales and D={self.head_dim}, expected flat, ue8m0 "
-                f"and D={BLOCK * SCALE_BYTES} of fp4 keys: four scale bytes a key"
+                f"layout: got {self.order} values with {self.scales} scales and D={self.head_dim}, expected flat, "
+                f"ue8m0 and D={BLOCK * SCALE_BYTES} of fp4 keys: four scale bytes a key"
             )
         if self.value_bytes % SCALE_BYTES:
             raise ValueError(

@@ -197,9 +197,7 @@ def reference_gather(
     return (k, scale) if dtype is FP4 else fp4_to_fp8(k, scale, dtype)
 
 
-def difference(
-    found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
-) -> str | None:
+def difference(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> str | None:
     """None, or where two results differ in a bit."""
     for name, got, right in zip(("k", "kv_scale"), found, expected, strict=True):
         wrong = got.contiguous().view(torch.uint8) != right.contiguous().view(torch.uint8)
@@ -223,9 +221,7 @@ def _example(problem: GatherProblem, device: torch.device) -> GatherCall:
     longest = blocks * layout.page
     lengths = torch.tensor([longest, 0, 1, layout.page, layout.page + 1, 0, longest - 3])[torch.arange(batch) % 7]
     cu = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).clamp(max=problem.keys)
-    call = GatherCall(
-        cache, tables.int().to(device), cu.int().to(device), problem.keys, layout, 1, problem.dtype
-    )
+    call = GatherCall(cache, tables.int().to(device), cu.int().to(device), problem.keys, layout, 1, problem.dtype)
     out = tuple(
         torch.full((*shape, dtype.itemsize), 0x5A, dtype=torch.uint8, device=device).view(dtype)[..., 0]
         for shape, dtype in results_of(call)

@@ -104,8 +104,8 @@ class PagedMqaLogitsCall(NamedTuple):
 
     What a backend is given has been validated and normalised: ``q`` [B, next_n, H, D] fp8, last dimension
     contiguous, q and cache in the arch's dialect, or on gfx942 in any, which its kernels have to read; ``kv_cache``
-    uint8 [blocks, page, 1, D + 4] (D / 2 + 4 of fp4) or without the 1, each block contiguous, blocks ``stride(0)`` bytes
-    apart, its address and that a multiple of 4; ``weights`` [B * next_n, H] float32, last dimension contiguous;
+    uint8 [blocks, page, 1, D + 4] (D / 2 + 4 of fp4) or without the 1, each block contiguous, blocks ``stride(0)``
+    bytes apart, its address and that a multiple of 4; ``weights`` [B * next_n, H] float32, last dimension contiguous;
     ``context_lens`` int32 [B], or [B, next_n] where the problem has ``row_lengths``, any strides; ``block_tables``
     int32 [B, max_blocks] ([sequences, max_blocks] with ``indices``), last dimension contiguous; ``layout``;
     ``indices`` None or int32 [B], contiguous; ``out`` [B * next_n, max_context_len], last dimension contiguous. All

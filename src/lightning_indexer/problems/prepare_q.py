@@ -1,6 +1,6 @@
 """Queries of the indexer, transformed and quantised: the facts of a call, its checks, and the reference.
 
-    q8[t, h] = fp8 of transform(q[t, h]),    w[t, h] = weights[t, h] * q_scale[t, h] * weight_scale
+q8[t, h] = fp8 of transform(q[t, h]),    w[t, h] = weights[t, h] * q_scale[t, h] * weight_scale
 """
 
 from __future__ import annotations
@@ -131,7 +131,10 @@ def _check_out(call: PrepareQCall, out: object) -> None:
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(f"out: got {type(out).__name__}, expected the pair (q, weights)")
     shape = tuple(call.q.shape)
-    for name, tensor, size, dtype in (("out[0]", out[0], shape, call.dtype), ("out[1]", out[1], shape[:2], torch.float32)):
+    for name, tensor, size, dtype in (
+        ("out[0]", out[0], shape, call.dtype),
+        ("out[1]", out[1], shape[:2], torch.float32),
+    ):
         check_tensor(name, tensor, (dtype,))
         if tuple(tensor.shape) != size or not tensor.is_contiguous() or tensor.device != call.q.device:
             raise ValueError(
@@ -142,8 +145,17 @@ def _check_out(call: PrepareQCall, out: object) -> None:
 
 def problem_of(call: PrepareQCall) -> PrepareQProblem:
     """The facts of a validated call."""
+    tokens, heads, head_dim = call.q.shape
     return PrepareQProblem(
-        *call.q.shape, call.steps.transform, call.q.dtype, call.weights.dtype, call.dtype, call.power_of_two, call.fp4
+        tokens,
+        heads,
+        head_dim,
+        call.steps.transform,
+        call.q.dtype,
+        call.weights.dtype,
+        call.dtype,
+        call.power_of_two,
+        call.fp4,
     )
 
 
@@ -156,6 +168,7 @@ def quantized(x: torch.Tensor, call: PrepareQCall) -> tuple[torch.Tensor, torch.
 
 def reference_prepare_q(call: PrepareQCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of a validated call."""
+    assert call.weight_scale is not None
     with plain_arithmetic(call.q.device):
         q, scale = quantized(transformed(call.q, call.steps), call)
         return q, call.weights.float() * (scale * call.weight_scale)
@@ -164,9 +177,9 @@ def reference_prepare_q(call: PrepareQCall) -> tuple[torch.Tensor, torch.Tensor]
 def difference(problem: PrepareQProblem, call: PrepareQCall, expected: PrepareQCall) -> str | None:
     """None, or how results differ: by more than a step of the quantisation, or where there is no transform, a bit."""
     (got_q, got_w), (right_q, right_w) = call.results, expected.results
-    if problem.transform == Transform():
-        if (wrong := int((got_q.view(torch.uint8) != right_q.view(torch.uint8)).sum())) != 0:
-            return f"{wrong} codes differ"
+    wrong = int((got_q.view(torch.uint8) != right_q.view(torch.uint8)).sum())
+    if problem.transform == Transform() and wrong:
+        return f"{wrong} codes differ"
     off = (got_w - right_w).abs() > (0.5 if problem.power_of_two or problem.fp4 else 1e-5) * right_w.abs()
     off |= got_w.isnan() != right_w.isnan()
     if bool(off.any()):

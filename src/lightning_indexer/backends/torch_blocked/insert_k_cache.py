@@ -57,9 +57,7 @@ def _run(problem: InsertProblem, config: TokenBlocks, call: InsertCall) -> None:
             _insert(problem, call.k[some], call.slot_mapping[some], call.kv_cache, steps)
 
 
-def _insert(
-    problem: InsertProblem, k: torch.Tensor, slots: torch.Tensor, kv_cache: torch.Tensor, steps: Steps
-) -> None:
+def _insert(problem: InsertProblem, k: torch.Tensor, slots: torch.Tensor, kv_cache: torch.Tensor, steps: Steps) -> None:
     layout = problem.layout
     values, scales = quantized(transformed(k, steps), layout)
     place, scale_place = places(kv_cache, layout)

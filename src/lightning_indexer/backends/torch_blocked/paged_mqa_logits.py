@@ -172,7 +172,9 @@ class _Work:
         first, stop, _ = some.indices(problem.batch)
         weights = call.weights[first * problem.next_n : stop * problem.next_n, None, :]
         logits = torch.bmm(weights, scores.view(count * problem.next_n, problem.heads, -1))
-        logits = logits.view(count, problem.next_n, -1) * (kv_scale if kv_scale.dim() == 0 else kv_scale.view(count, 1, -1))
+        logits = logits.view(count, problem.next_n, -1) * (
+            kv_scale if kv_scale.dim() == 0 else kv_scale.view(count, 1, -1)
+        )
         return logits + 0.0  # -0.0 becomes +0.0
 
 

@@ -34,10 +34,7 @@ def _store_e4m3(
     base, inner, a, b, kept, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     SHUFFLED: tl.constexpr,
 ):  # fmt: skip
-    if SHUFFLED:
-        row = base + (inner // 16 * (16 * D) + inner % 16 * 16)
-    else:
-        row = base + inner * D
+    row = base + (inner // 16 * (16 * D) + inner % 16 * 16 if SHUFFLED else inner * D)
     if INTERLEAVED:
         channel = tl.arange(0, D)
         place = channel // 16 * 256 + channel % 16 if SHUFFLED else channel

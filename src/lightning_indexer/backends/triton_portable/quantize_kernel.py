@@ -73,7 +73,7 @@ def rotate(a, b, cos_sin, mask, D: tl.constexpr, HALF: tl.constexpr, GROUP: tl.c
 
 @triton.jit
 def _hadamard_half(x, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):
-    """[R, W] times the Hadamard matrix of W: each stage takes the lowest bit of the channel and makes it the highest."""
+    """[R, W] times the Hadamard matrix of W: a stage takes the lowest bit of the channel and makes it the highest."""
     for _ in tl.static_range(STAGES):
         even, odd = tl.split(tl.reshape(x, [R, W // 2, 2]))
         x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 2, 1]), [R, W])
