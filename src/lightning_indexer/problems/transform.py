@@ -1,4 +1,4 @@
-"""What stands before the quantisation of keys and queries: LayerNorm, RoPE, Hadamard rotation. Facts, checks, reference.
+"""What stands before the quantisation of keys and queries: LayerNorm, RoPE, Hadamard rotation.
 
     x = LayerNorm(x) over the D channels       weight, bias, eps
     x = RoPE(x) on the first or last channels  pairs (2i, 2i + 1) where interleaved, else (i, i + rope_dim / 2)
