@@ -185,6 +185,7 @@ def test_errors_of_prepare_q(change, error, message):
         prepare_q(**({"q": torch.zeros(3, 8, 128), "weights": torch.zeros(3, 8)} | change))
 
 
+@pytest.mark.slow
 def test_compiled_and_fake():
     """The operators: the cache is known to be written, and results have their shapes on fake tensors."""
     layout = CacheLayout(16, 128, "preshuffled", "ue8m0")

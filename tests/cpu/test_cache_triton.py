@@ -24,14 +24,16 @@ SM90 = Arch.parse("sm90")
 MODULES = (insert_k_cache, gather_k_cache, prepare_q)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("check", [insert_check, gather_check, prepare_check], ids=["insert", "gather", "prepare_q"])
 def test_cases(check):
-    """Every eleventh: all of them are a minute of the interpreter, and `verify --device cpu` runs them."""
-    for case in check.cases(False)[::11]:
+    """Every seventeenth: all of them are a minute of the interpreter, and `verify --device cpu` runs them."""
+    for case in check.cases(False)[::17]:
         assert check.run_case(case, "triton-portable", CPU) == [], case
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("config", [RowConfig(8, 1), RowConfig(128, 8)], ids=str)
 def test_other_tiles(config):
