@@ -226,7 +226,7 @@ def fp8_fp4_paged_mqa_logits(
             :func:`lightning_indexer.fp8_paged_mqa_logits`.
         ValueError: as :func:`lightning_indexer.fp8_paged_mqa_logits`.
     """
-    values, weights = _fp8_of(q, weights.view(q[0].shape[:3]) if _is_fp4(q) else weights)
+    values, weights = _fp8_of(q, weights.reshape(q[0].shape[:3]) if _is_fp4(q) else weights)
     if clean_logits is None or isinstance(clean_logits, torch.Tensor):
         clean_logits = False
     if values.dim() == 4 and values.shape[1] == 1 and context_lens.dim() == 2:
