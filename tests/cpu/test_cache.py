@@ -292,3 +292,16 @@ def test_self_check_runs_on_every_backend():
             kernel.launch(small, arch_cpu, kernel.config(small, arch_cpu))(call)
         assert small.compare(*calls) is None
         assert small.compare(calls[0], small.example(CPU)) is not None
+
+
+def test_rows_behind_the_last_key_do_not_count():
+    """They hold anything, and each backend leaves something else there."""
+    small = gather_check.cases(False)[0].problem.adversarial(arch.Arch.parse("cpu"))
+    one, other = small.example(CPU), small.example(CPU)
+    keys = int(one.cu_seq_lens[-1])
+    assert 0 < keys < small.keys
+    for result in one.results:
+        result[keys:].view(torch.uint8).fill_(3)
+    assert small.compare(one, other) is None
+    one.results[0].view(torch.uint8)[keys - 1, 5] ^= 1
+    assert "in key" in small.compare(one, other)

@@ -22,9 +22,9 @@ from lightning_indexer.problems.gather_k_cache import GatherCall, GatherProblem,
 
 
 def heuristic(problem: GatherProblem, arch: Arch) -> RowConfig:
-    """Copies: four pieces of 16 bytes a lane. Keys that are converted take registers: two."""
+    """32 bytes a lane. Keys that are converted: 16 channels, whose bytes one store takes."""
     converts = problem.layout.is_fp4 and problem.dtype is not FP4
-    return few_or_many(problem.keys, arch, RowConfig(32 if converts else 64, 4))
+    return few_or_many(problem.keys, arch, RowConfig(16 if converts else 32, 4))
 
 
 def neighbours(problem: GatherProblem, arch: Arch) -> list[RowConfig]:

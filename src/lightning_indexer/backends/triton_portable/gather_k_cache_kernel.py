@@ -9,7 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_indexer.backends.triton_portable.quantize_kernel import encode_e4m3, fp4_parts
+from lightning_indexer.backends.triton_portable.quantize_kernel import (
+    e4m3_of_e2m1,
+    key_scale,
+    spread,
+    tops,
+)
 
 
 def _name(specialization) -> str:
@@ -56,23 +61,28 @@ def gather_k_cache_kernel(
     inner = position % PAGE
     base = cache_ptr + block * block_words * 4
 
-    column = tl.arange(0, ROW_BYTES)
-    if SHUFFLED:
-        places = (inner // 16 * (16 * ROW_BYTES) + inner % 16 * 16)[:, None]
-        places = places + (column // 16 * 256 + column % 16)[None, :]
-    else:
-        places = (inner * ROW_BYTES)[:, None] + column[None, :]
-    values = tl.load(base[:, None] + places, mask=real[:, None], other=0)
     words = (base + PAGE * ROW_BYTES).to(tl.pointer_type(tl.int32), bitcast=True)
     word = tl.load(words + inner, mask=real, other=0)
     out_row = row.to(tl.int64)
     if SHIFT > 0:
-        even, odd, scale = fp4_parts(values, word, ROW_BYTES, SHIFT)
-        codes = tl.join(encode_e4m3(even, TO), encode_e4m3(odd, TO))
-        target = out_ptr + (out_row * (2 * ROW_BYTES))[:, None] + tl.arange(0, 2 * ROW_BYTES)[None, :]
-        tl.store(target, tl.reshape(codes, [ROWS, 2 * ROW_BYTES]), mask=real[:, None])
-        word = scale.to(tl.int32, bitcast=True)
+        # Four nibbles become a word of four codes.
+        column = tl.arange(0, ROW_BYTES // 2)
+        source = (base + inner * ROW_BYTES).to(tl.pointer_type(tl.uint16), bitcast=True)
+        half = tl.load(source[:, None] + column[None, :], mask=real[:, None], other=0).to(tl.int32)
+        byte = (word[:, None] >> (column // 8 * 8)[None, :]) & 0xFF
+        top, lowest = tops((half & 0x7777) != 0, byte)
+        codes = e4m3_of_e2m1(spread(half), byte - top[:, None], lowest, SHIFT, TO)
+        target = (out_ptr + out_row * (2 * ROW_BYTES)).to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(target[:, None] + column[None, :], codes, mask=real[:, None])
+        word = key_scale(top, tl.max(byte, axis=1) == 255, SHIFT).to(tl.int32, bitcast=True)
     else:
+        column = tl.arange(0, ROW_BYTES)
+        if SHUFFLED:
+            places = (inner // 16 * (16 * ROW_BYTES) + inner % 16 * 16)[:, None]
+            places = places + (column // 16 * 256 + column % 16)[None, :]
+        else:
+            places = (inner * ROW_BYTES)[:, None] + column[None, :]
+        values = tl.load(base[:, None] + places, mask=real[:, None], other=0)
         tl.store(out_ptr + (out_row * ROW_BYTES)[:, None] + column[None, :], values, mask=real[:, None])
         if UE8M0:
             exponent = word & 0xFF

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from lightning_indexer.backends.triton_portable.mqa_logits_kernel import _widen
-from lightning_indexer.backends.triton_portable.quantize_kernel import fp4_parts
+from lightning_indexer.backends.triton_portable.quantize_kernel import e4m3_of_e2m1, key_scale, tops
 
 
 def _name(specialization) -> str:
@@ -67,14 +67,18 @@ def _load_scales(base, inside, PLACE: tl.constexpr, UE8M0: tl.constexpr, MASKED:
 
 
 @triton.jit
-def _fp4_operand(x, MODE: tl.constexpr):
-    """What the matrix unit reads, of float32 that e4m3 holds."""
-    if MODE == "fn":
-        values = x.to(tl.float8e4nv)
-    elif MODE == "widen":
-        values = x.to(tl.float16)
+def _fp4_operand(x, down, lowest, BLOCK: tl.constexpr, SHIFT: tl.constexpr, MODE: tl.constexpr):
+    """What the matrix unit reads, [BLOCK, 4 * words], of int32 of four e2m1 codes."""
+    x = e4m3_of_e2m1(x, down, lowest, SHIFT, "fn bits" if MODE == "widen" else MODE)
+    WIDTH: tl.constexpr = 4 * x.shape[1]
+    pairs = tl.join(x.to(tl.uint8), (x >> 16).to(tl.uint8)), tl.join((x >> 8).to(tl.uint8), (x >> 24).to(tl.uint8))
+    codes = tl.reshape(tl.join(pairs[0], pairs[1]), [BLOCK, WIDTH])
+    if MODE == "widen":
+        values = _widen(codes)
+    elif MODE == "fn":
+        values = codes.to(tl.float8e4nv, bitcast=True)
     else:
-        values = x.to(tl.float8e4b8)
+        values = codes.to(tl.float8e4b8, bitcast=True)
     return values
 
 
@@ -101,22 +105,30 @@ def _tile(
             block = tl.load(table_row + columns // PAGE, mask=inside, other=0).to(tl.int64)
         inner = columns % PAGE
     base = cache_ptr + block * block_words * 4
-    if SHUFFLED:
-        places = (inner // 16 * (16 * HEAD_DIM) + inner % 16 * 16)[:, None]
-        places = places + (channel // 16 * 256 + channel % 16)[None, :]
-    else:
-        places = inner[:, None] * ROW_BYTES + channel[None, :]
-    pointers = base + places if PAGE % BLOCK == 0 else base[:, None] + places
     if FP4_SHIFT:
         words = (base + PAGE * ROW_BYTES).to(tl.pointer_type(tl.int32), bitcast=True) + inner
+        eight = tl.arange(0, ROW_BYTES // 4)  # nibbles
+        values = base.to(tl.pointer_type(tl.int32), bitcast=True)
+        places = inner[:, None] * (ROW_BYTES // 4) + eight[None, :]
+        pointers = values + places if PAGE % BLOCK == 0 else values[:, None] + places
         if WHOLE:
             packed, word = tl.load(pointers), tl.load(words)
         else:
             packed, word = tl.load(pointers, mask=inside[:, None], other=0), tl.load(words, mask=inside, other=0)
-        even, odd, scales = fp4_parts(packed, word, ROW_BYTES, FP4_SHIFT)
-        products = tl.dot(_fp4_operand(even, MODE), q)
-        products = tl.dot(_fp4_operand(odd, MODE), q_odd, products)
+        byte = (word[:, None] >> (eight // 4 * 8)[None, :]) & 0xFF
+        top, lowest = tops((packed & 0x77777777) != 0, byte)
+        scales = key_scale(top, tl.max(byte, axis=1) == 255, FP4_SHIFT)
+        down = byte - top[:, None]
+        products = tl.dot(_fp4_operand(packed & 0x0F0F0F0F, down, lowest, BLOCK, FP4_SHIFT, MODE), q)
+        odd = _fp4_operand((packed >> 4) & 0x0F0F0F0F, down, lowest, BLOCK, FP4_SHIFT, MODE)
+        products = tl.dot(odd, q_odd, products)
     else:
+        if SHUFFLED:
+            places = (inner // 16 * (16 * HEAD_DIM) + inner % 16 * 16)[:, None]
+            places = places + (channel // 16 * 256 + channel % 16)[None, :]
+        else:
+            places = inner[:, None] * ROW_BYTES + channel[None, :]
+        pointers = base + places if PAGE % BLOCK == 0 else base[:, None] + places
         k = _load_values(pointers, inside[:, None], MODE, MASKED=not WHOLE)
         scales = _load_scales(base, inside, PAGE * HEAD_DIM, UE8M0, not WHOLE, inner)
         products = tl.dot(k, q)
