@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A/B of vLLM's prefill scoring on a machine that serves a real model: A is vLLM as it is, B the same with
-# LIGHTNING_INDEXER_VLLM=1. Serves, measures throughput and TTFT, records one kernel trace a side, and compares them.
+# A/B of vLLM's indexer on a machine that serves a real model: A is vLLM as it is, B the same with
+# LIGHTNING_INDEXER_VLLM=$SEAMS. Serves, measures throughput and TTFT, records one kernel trace a side, and compares them.
 #
 #   scripts/vllm_ab.sh MODEL [OUT]
 #   TP=4 ISL=60000 OSL=600 CONCURRENCY="4 8 16 32" scripts/vllm_ab.sh zai-org/GLM-5.2-FP8 results/ab
 #
 # Variables, with their defaults: TP=1, PORT=8100, ISL=60000, OSL=600, CONCURRENCY="4 8", PROMPTS_PER=4 (prompts for each
-# concurrent request), ROUNDS=2 (A B A B), TRACE=1, SERVE_ARGS (more arguments of `vllm serve`), READY_S=1800.
-# Needs vLLM 0.33 and lightning-indexer in one environment. docs/engines.md says what to look for.
+# concurrent request), ROUNDS=2 (A B A B), TRACE=1, SEAMS=1 (or names, such as prefill,decode), SERVE_ARGS (more arguments
+# of `vllm serve`), READY_S=1800. Needs vLLM 0.33 and lightning-indexer in one environment; docs/engines.md says the rest.
 set -euo pipefail
 
 if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then
@@ -17,7 +17,7 @@ fi
 MODEL=$1
 OUT=$(realpath -m "${2:-results/vllm_ab}")
 TP=${TP:-1} PORT=${PORT:-8100} ISL=${ISL:-60000} OSL=${OSL:-600} CONCURRENCY=${CONCURRENCY:-4 8}
-PROMPTS_PER=${PROMPTS_PER:-4} ROUNDS=${ROUNDS:-2} TRACE=${TRACE:-1} READY_S=${READY_S:-1800}
+PROMPTS_PER=${PROMPTS_PER:-4} ROUNDS=${ROUNDS:-2} TRACE=${TRACE:-1} SEAMS=${SEAMS:-1} READY_S=${READY_S:-1800}
 read -r -a MORE <<<"${SERVE_ARGS:-}"
 export VLLM_ROCM_USE_AITER=${VLLM_ROCM_USE_AITER:-1}
 
@@ -48,7 +48,7 @@ alive() { # side
   kill -0 "$SERVER" 2>/dev/null || { echo "vllm_ab: the server of $1 ended; see $OUT/serve-$1.log" >&2; exit 1; }
 }
 
-serve() { # side, 0 or 1
+serve() { # side, 0 or the seams
   local log=$OUT/serve-$1.log waited=0
   # The last server's processes may hold the port for a while.
   while answers; do
@@ -71,7 +71,7 @@ serve() { # side, 0 or 1
     sleep 5
   done
   alive "$1"
-  if [[ $2 == 1 ]] && ! grep -q "lightning-indexer replaced" "$log"; then
+  if [[ $2 != 0 ]] && ! grep -q "lightning-indexer replaced" "$log"; then
     echo "vllm_ab: B serves, and its log does not say that lightning-indexer replaced anything; see $log" >&2
     exit 1
   fi
@@ -97,7 +97,7 @@ load() { # side, name, concurrency, further arguments
 
 for round in $(seq "$ROUNDS"); do
   for side in A B; do
-    serve "$side" "$([[ $side == B ]] && echo 1 || echo 0)"
+    serve "$side" "$([[ $side == B ]] && echo "$SEAMS" || echo 0)"
     load "$side" warm 1 >/dev/null
     [[ $side == A ]] || taken
     for concurrency in $CONCURRENCY; do load "$side" "r$round-c$concurrency" "$concurrency"; done
@@ -136,5 +136,6 @@ if [[ $TRACE == 1 ]]; then
   # Two lines: a line's status is that of its last substitution.
   TRACE_A=$(first "$OUT/traces-A")
   TRACE_B=$(first "$OUT/traces-B")
-  lightning-indexer trace-diff "$TRACE_A" "$TRACE_B" --json "$OUT/trace-diff.json"
+  lightning-indexer trace-diff "$TRACE_A" "$TRACE_B"
+  lightning-indexer trace-diff "$TRACE_A" "$TRACE_B" --json > "$OUT/trace-diff.json"
 fi

@@ -13,7 +13,14 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("typer", "rich", "click"):
             raise
-        sys.exit(f"lightning-indexer: the command line needs {error.name}: pip install 'lightning-indexer[cli]'")
+        if sys.argv[1:2] == ["info"]:
+            from lightning_indexer.cli import info
+
+            sys.exit(info.main(sys.argv[2:]))
+        sys.exit(
+            f"lightning-indexer: the command line needs {error.name}: pip install '.[cli]' from a clone; "
+            "`lightning-indexer info` works without"
+        )
     for stream in (sys.stdout, sys.stderr):
         # An ASCII stream (LANG=C) takes no "…": a mark in its place is better than no text.
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":

@@ -37,6 +37,7 @@ class Arch:
         simulated: True where ``cdna_sim`` runs its code objects, so that its kernels run on any machine.
         repaired: True where LLVM leaves out wait states that have to be put back, see ``amd/repair.py``.
         listed: False for a device that is not in the table; only ``torch-blocked`` runs there.
+        cache_bytes: the last cache that all units share; 0 where the table does not say.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Arch:
     simulated: bool = False
     repaired: bool = False
     listed: bool = True
+    cache_bytes: int = 0
 
     @staticmethod
     def parse(name: str) -> Arch:
@@ -70,26 +72,52 @@ class Arch:
 
 
 KIB = 1024
+MIB = 1024 * KIB
+_HOPPER = ("16x8x32", "64x256x32")
 _CDNA3 = ("16x16x32", "32x32x16")
 _CDNA4 = (*_CDNA3, "16x16x128", "32x32x64")  # the last two with block scales, `v_mfma_scale_f32_*_f8f6f4`
 
 # Sources: NVIDIA CUDA C++ programming guide (compute capabilities, shared memory per block), AMD CDNA3/CDNA4/RDNA4 ISA
-# documents, LLVM's AMDGPU user guide (wave sizes, LDS), data sheets.
+# documents, LLVM's AMDGPU user guide (wave sizes, LDS), data sheets (caches: L2 of NVIDIA, Infinity Cache of AMD).
 _TABLE: dict[str, Arch] = {
     arch.name: arch
     for arch in (
         Arch("cpu", "cpu", "none", 1, "any CPU that PyTorch runs on", wave=1),
-        Arch("sm80", "nvidia", "none", 108, "A100", 32, 163 * KIB),
+        Arch("sm80", "nvidia", "none", 108, "A100", 32, 163 * KIB, cache_bytes=40 * MIB),
         Arch("sm86", "nvidia", "none", 84, "A10, A40, RTX 30", 32, 99 * KIB),
         Arch("sm89", "nvidia", "fn", 142, "L40S, L4, RTX 40", 32, 99 * KIB, ("16x8x32",)),
-        Arch("sm90", "nvidia", "fn", 132, "H100, H200, GH200", 32, 227 * KIB, ("16x8x32", "64x256x32")),
+        Arch(
+            "sm90",
+            "nvidia",
+            "fn",
+            132,
+            "H100, H200, GH200",
+            32,
+            227 * KIB,
+            ("16x8x32", "64x256x32"),
+            cache_bytes=50 * MIB,
+        ),
         Arch("sm100", "nvidia", "fn", 148, "B200, GB200", 32, 227 * KIB, ("16x8x32",)),
         Arch("sm103", "nvidia", "fn", 148, "B300, GB300", 32, 227 * KIB, ("16x8x32",)),
         Arch("sm120", "nvidia", "fn", 188, "RTX PRO 6000 Blackwell, RTX 50", 32, 99 * KIB, ("16x8x32",)),
         Arch("sm121", "nvidia", "fn", 48, "GB10 (DGX Spark)", 32, 99 * KIB, ("16x8x32",)),
         Arch("gfx90a", "amd", "none", 104, "MI210, MI250X", 64, 64 * KIB),
-        Arch("gfx942", "amd", "fnuz", 304, "MI300X, MI325X", 64, 64 * KIB, _CDNA3, simulated=True),
-        Arch("gfx950", "amd", "fn", 256, "MI350X, MI355X", 64, 160 * KIB, _CDNA4, simulated=True, repaired=True),
+        Arch(
+            "gfx942", "amd", "fnuz", 304, "MI300X, MI325X", 64, 64 * KIB, _CDNA3, simulated=True, cache_bytes=256 * MIB
+        ),
+        Arch(
+            "gfx950",
+            "amd",
+            "fn",
+            256,
+            "MI350X, MI355X",
+            64,
+            160 * KIB,
+            _CDNA4,
+            simulated=True,
+            repaired=True,
+            cache_bytes=256 * MIB,
+        ),
         Arch("gfx1200", "amd", "fn", 32, "RX 9060", 32, 64 * KIB, ("16x16x16",)),
         Arch("gfx1201", "amd", "fn", 64, "RX 9070, Radeon AI PRO R9700", 32, 64 * KIB, ("16x16x16",)),
         Arch("gfx1250", "amd", "fn", 256, "MI450 series", 32, 320 * KIB, ("16x16x64", "16x16x128")),

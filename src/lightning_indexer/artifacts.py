@@ -16,14 +16,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import stat
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lightning_indexer import envs
 
@@ -100,6 +101,46 @@ def is_required() -> bool:
 
 
 _required: ContextVar[bool] = ContextVar("required", default=False)
+
+
+class Entry(NamedTuple):
+    """A file of this library in the cache folder. ``kind``: how its name ends, ``.tmp`` where it is unfinished."""
+
+    path: Path
+    kind: str
+    bytes: int
+    modified: float
+
+
+# What _store writes, and how it names what is not finished.
+_NAME = re.compile(r"[0-9a-f]{40}(\.[a-z0-9]+)")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{40}\.[a-z0-9]+\.\d+\.[0-9a-f]{8}(\.tmp)")
+
+
+def entries(folder: Path) -> list[Entry]:
+    """The files in the folder whose names are this library's, by name; none where there is no folder.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found = []
+    for path in sorted(folder.iterdir()) if folder.exists() else ():
+        match = _NAME.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)
+        if match is not None and path.is_file():
+            facts = path.stat()
+            found.append(Entry(path, match[1], facts.st_size, facts.st_mtime))
+    return found
+
+
+def remove(some: Iterable[Entry]) -> list[tuple[Path, str]]:
+    """Removes files of the cache; those that could not be, with the reason. A process that has loaded one keeps it."""
+    failed = []
+    for entry in some:
+        try:
+            entry.path.unlink(missing_ok=True)
+        except OSError as error:
+            failed.append((entry.path, error.strerror or str(error)))
+    return failed
 
 
 def _digest(parts: tuple[str | bytes, ...]) -> bytes:

@@ -3,7 +3,8 @@
 A prefill step scores M query rows against N gathered keys and holds M * N logits at once. vLLM bounds that product:
 chunks are sized so that M * N * 4 bytes stay under ``VLLM_SPARSE_INDEXER_MAX_LOGITS_MB``, 512 by default. The rules
 here are the same: requests are packed in order while their keys fit the gather workspace and the logits fit the budget;
-a request that passes the logits budget alone is cut over its query rows, never over its keys.
+a request that passes the logits budget alone is cut over its query rows, never over its keys. Without a logits budget,
+for calls that select as they score and hold no logits, the gather workspace alone bounds a chunk.
 
 With the default budget a request of 32,768 keys becomes chunks of (4096, 32768), one of 131,072 keys (1024, 131072).
 
@@ -12,6 +13,7 @@ Planning is plain Python on lengths; only :meth:`Chunk.windows` makes tensors.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Sequence
@@ -102,6 +104,11 @@ class Chunk:
         return sum(part.keys for part in self.slices)
 
     @property
+    def longest(self) -> int:
+        """Keys of the chunk's longest request, which no window passes: ``max_seqlen_k``."""
+        return max(part.keys for part in self.slices)
+
+    @property
     def token_start(self) -> int:
         """Row of the chunk's first query in the packed q."""
         return self.slices[0].token_start
@@ -143,7 +150,7 @@ class Chunk:
 def plan_chunks(
     requests: Sequence[Request | tuple[int, int]] | torch.Tensor | Any,
     *,
-    max_logits_bytes: int = 512 * 2**20,
+    max_logits_bytes: int | None = 512 * 2**20,
     max_gather_keys: int | None = None,
     compress_ratio: int = 1,
     bytes_per_logit: int = 4,
@@ -162,7 +169,8 @@ def plan_chunks(
     Args:
         requests: :class:`Request` or ``(context, new)``, in the order of their rows in the packed q; or a tensor or
             NumPy array [requests, 2] of integers, which is read back once.
-        max_logits_bytes: budget for the logits of one chunk, in bytes.
+        max_logits_bytes: budget for the logits of one chunk, in bytes; None sets none, for ``fp8_mqa_topk``, whose
+            memory does not grow with M * N. Requests are then never cut.
         max_gather_keys: rows of the gather workspace; None sets no limit below 2**31 - 1, which int32 windows need.
         compress_ratio: tokens that share one key.
         bytes_per_logit: 4 for float32 logits, 2 for bfloat16.
@@ -175,7 +183,8 @@ def plan_chunks(
         ValueError: a negative length; a budget or ratio below 1; ``bytes_per_logit`` other than 2 or 4; a request whose
             keys pass ``max_gather_keys`` or 2**31 - 1, or whose single row of logits passes ``max_logits_bytes``.
     """
-    max_logits_bytes = _as_int("max_logits_bytes", max_logits_bytes, 1)
+    if max_logits_bytes is not None:
+        max_logits_bytes = _as_int("max_logits_bytes", max_logits_bytes, 1)
     if max_gather_keys is not None:
         max_gather_keys = _as_int("max_gather_keys", max_gather_keys, 1)
     compress_ratio = _as_int("compress_ratio", compress_ratio, 1)
@@ -183,7 +192,7 @@ def plan_chunks(
     if bytes_per_logit not in (2, 4):
         raise ValueError(f"bytes_per_logit: got {bytes_per_logit}, expected 2 (bfloat16) or 4 (float32)")
     key_budget = MAX_KEYS if max_gather_keys is None else min(max_gather_keys, MAX_KEYS)
-    logit_budget = max_logits_bytes // bytes_per_logit
+    logit_budget = math.inf if max_logits_bytes is None else max_logits_bytes // bytes_per_logit
 
     chunks: list[Chunk] = []
     pending: list[Slice] = []
@@ -216,7 +225,7 @@ def plan_chunks(
 
         if request.new * keys > logit_budget:
             flush()
-            step = logit_budget // keys
+            step = int(logit_budget) // keys
             for start in range(0, request.new, step):
                 stop = min(start + step, request.new)
                 part = Slice(index, request.context, start, stop, token + start, 0, keys)

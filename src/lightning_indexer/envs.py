@@ -18,7 +18,8 @@ KNOWN: dict[str, str] = {
     "LIGHTNING_INDEXER_KERNELS": "0: calls that name no backend run torch-blocked, on every device (default 1)",
     "LIGHTNING_INDEXER_SELF_CHECK": "0: never hold a kernel against PyTorch before its first call; 1: on every arch "
     "(default: on archs where this project has not measured it)",
-    "LIGHTNING_INDEXER_VLLM": "1: the vLLM plugin replaces vLLM's prefill scoring with this library's (default 0)",
+    "LIGHTNING_INDEXER_VLLM": "1: the vLLM plugin replaces vLLM's indexer with this library's; or the names of its "
+    "seams, with commas between (default 0)",
     "LIGHTNING_INDEXER_SGLANG": "1: the SGLang plugin replaces the functions by which SGLang scores (default 0)",
 }
 
@@ -50,9 +51,20 @@ def self_check() -> bool | None:
     )
 
 
-def vllm_plugin() -> bool:
-    """True where the vLLM plugin is to replace vLLM's scoring."""
-    return _switch("LIGHTNING_INDEXER_VLLM", default=False)
+def vllm_seams(known: tuple[str, ...]) -> tuple[str, ...]:
+    """The seams of ``known`` at which the vLLM plugin is to replace vLLM's functions.
+
+    Raises:
+        ValueError: the variable is neither a switch nor a list of their names.
+    """
+    name = "LIGHTNING_INDEXER_VLLM"
+    names = tuple(part.strip() for part in (value(name) or "0").split(","))
+    if set(names) <= set(known):
+        return names
+    try:
+        return known if _switch(name, default=False) else ()
+    except ValueError:
+        raise ValueError(f"{name}: got {value(name)!r}, expected 0, 1 or some of {', '.join(known)}") from None
 
 
 def sglang_plugin() -> bool:

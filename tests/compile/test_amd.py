@@ -347,9 +347,3 @@ def test_flydsl_missing_is_said_with_its_command(monkeypatch):
     assert flydsl.missing() == "FlyDSL is not installed: pip install 'lightning-indexer[amd,flydsl]'"
     with pytest.raises(CompileError, match="FlyDSL is not installed"):
         flydsl.compile_flydsl("module:make", {}, "gfx950")
-
-
-def test_the_escapes_of_mlir_are_undone():
-    assert flydsl._embedded(r'#gpu.object<kernels, bin = "\7FELF\00a\\\22\5C\FFz">') == b'\x7fELF\x00a\\"\\\xffz'
-    with pytest.raises(CompileError, match="holds no code object"):
-        flydsl._embedded("module {}")

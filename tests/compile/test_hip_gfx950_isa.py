@@ -13,7 +13,7 @@ from lightning_indexer.backends.hip_gfx950.mqa_logits import FLAGS, MqaLogits, c
 
 GFX950 = Arch.parse("gfx950")
 LONG = MqaLogitsProblem(4096, 32768, 32, 128)
-MFMA = "v_mfma_scale_f32_32x32x64_f8f6f4"
+MFMA = "v_mfma_f32_32x32x64_f8f6f4"
 
 
 def compiled(flags: tuple[str, ...] = FLAGS, problem: MqaLogitsProblem = LONG, **tunables: object) -> Built:
@@ -172,8 +172,8 @@ def test_lds_strategy():
 
 def test_strategy_and_grid_by_shape():
     for rows, keys, strategy in (
-        (4096, 32768, "stream"), (1024, 131072, "stream"), (128, 32768, "stream"), (1, 8, "stream"),
-        (8192, 8192, "lds"), (1024, 1024, "lds"), (1, 7, "lds"),
+        (4096, 32768, "lds"), (1024, 131072, "lds"), (128, 32768, "lds"), (8192, 8192, "lds"), (9, 64, "lds"),
+        (8, 131072, "stream"), (1, 8, "stream"), (1, 7, "stream"),
     ):  # fmt: skip
         config = heuristic(MqaLogitsProblem(rows, keys, 32, 128), GFX950)
         assert config.strategy == strategy
@@ -181,9 +181,16 @@ def test_strategy_and_grid_by_shape():
         assert config.grid(rows)[0] * config.rows_of_block >= rows > (config.grid(rows)[0] - 1) * config.rows_of_block
     # A small row grid is split until the device is full: 2 workgroups of a compute unit, twice over.
     few = heuristic(MqaLogitsProblem(128, 32768, 32, 128), GFX950)
-    assert few.grid(128) == (32, few.split_n, 1)
-    assert few.split_n == 32
-    assert heuristic(LONG, GFX950).split_n == 1
+    assert few.grid(128) == (8, few.split_n, 1)
+    assert few.split_n == 128
+    assert heuristic(LONG, GFX950).split_n == 4
+
+
+def test_sums_are_not_packed():
+    """Packed float32 instructions do not execute beside matrix instructions; nor do scales of one take a word each."""
+    built = MqaLogits().build(LONG, GFX950)
+    assert count(built, r"v_pk_(fma|mul|add)_f32") == 0
+    assert "v_mfma_scale" not in built.isa
 
 
 def test_explicit_values_are_kept():

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import subprocess
 from types import ModuleType
 
 import pytest
@@ -504,8 +505,8 @@ def test_functions_of_pybind11_are_read_off_their_docstring():
     function = torch._C._jit_get_operation
     with pytest.raises(ValueError, match="no signature"):
         peers.inspect.signature(function)
-    assert peers._takes(function, "qualified_name")
-    assert not peers._takes(function, "clean_logits")
+    assert peers.takes(function, "qualified_name")
+    assert not peers.takes(function, "clean_logits")
     assert peers.DeepGemm(module_with(fp8_fp4_mqa_logits=function)).compressed_only
 
 
@@ -618,3 +619,17 @@ def test_available_memory_is_read_from_the_system(monkeypatch):
     assert memory.available_bytes(CPU) > 2**20
     monkeypatch.setattr(memory.Path, "read_text", lambda path: "MemTotal: 9 kB\nMemAvailable:   1234 kB\n")
     assert memory.available_bytes(CPU) == 1234 * 1024
+
+
+def test_a_package_inside_another_project_has_not_its_commit(tmp_path):
+    def git(*arguments):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments], cwd=tmp_path, check=True)
+
+    git("init", "-q")
+    tracked, installed = tmp_path / "mine.py", tmp_path / "theirs.py"
+    for path in (tracked, installed):
+        path.write_text("")
+    git("add", "mine.py")
+    git("commit", "-q", "-m", "x")
+    assert re.fullmatch(r"[0-9a-f]{12}", environment.commit(tracked))
+    assert environment.commit(installed) is None

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from helpers import CPU
-from lightning_indexer.bench import report, top_k, top_k_peers, top_k_report
+from lightning_indexer.bench import overview, report, top_k, top_k_peers, top_k_report
 from lightning_indexer.bench.timing import Timing
 from lightning_indexer.bench.top_k import Case, Plan, Row
 from lightning_indexer.cli import app as cli
@@ -230,9 +230,7 @@ FACTS = {"device": "one", "arch": "sm90"}
 
 
 def test_the_overview_has_a_line_a_case_and_the_best_peer():
-    header, _, *body = [
-        [c.strip() for c in line.strip("|").split("|")] for line in top_k_report.overview(ROWS, ["ours"])
-    ]
+    header, _, *body = [[c.strip() for c in line.strip("|").split("|")] for line in overview.overview(ROWS, ["ours"])]
     assert header == ["case", "floor", "ours", "fast", "slow", "best peer", "best peer / ours"]
     assert body == [
         ["64 x 1000 causal k=2048", "5.0", "10.0", "20.0", "50.0", "fast", "2.00x"],
@@ -269,15 +267,15 @@ def test_reports_hold_the_numbers(tmp_path):
 
 def test_a_run_without_peers_has_a_report():
     alone = [row for row in ROWS if row.contender == "ours"]
-    assert "| geomean |  |  |  | - |" in top_k_report.overview(alone, ["ours"])
+    assert "| geomean |  |  |  | - |" in overview.overview(alone, ["ours"])
 
 
 # The command
 
 
 def invoke(*arguments):
-    arguments = ("bench", "--operation", "top_k_per_row", "--device", "cpu", "--budget-ms", "1", *arguments)
-    return CliRunner().invoke(cli.app, arguments)
+    operation = () if "--operation" in arguments else ("--operation", "top_k_per_row")
+    return CliRunner().invoke(cli.app, ["bench", *operation, "--device", "cpu", "--budget-ms", "1", *arguments])
 
 
 def test_the_command(tmp_path):
@@ -312,14 +310,17 @@ def test_the_command_runs_its_own_shapes_and_fails_where_a_backend_is_wrong(tmp_
     ("arguments", "message"),
     [
         (("--heads", "32"), "--heads: top_k_per_row has no such option"),
-        (("--forms", "clean"), "--forms: top_k_per_row has no such option"),
+        (("--forms", "clean"), "--form: top_k_per_row has no such option"),
         (("--tune",), "--tune: top_k_per_row has no such option"),
-        (("--k", "16"), "--k: goes with --shapes ROWSxWIDTH"),
-        (("--shapes", "decode", "--windows", "causal"), "--windows: goes with --shapes ROWSxWIDTH"),
+        (("--k", "16"), "--k: goes with --shape ROWSxWIDTH"),
+        (("--shapes", "decode", "--windows", "causal"), "--window: goes with --shape ROWSxWIDTH"),
         (("--shapes", "8x8", "--k", "5000"), "--k: got 5000, expected 1 to 4096"),
-        (("--shapes", "8x8", "--windows", "cp"), "--windows: got 'cp', expected one of causal, packed, whole"),
+        (("--shapes", "8x8", "--windows", "cp"), "--window: got 'cp', expected one of causal, packed, whole"),
         (("--operation", "fp8_mqa_logits", "--k", "5"), "--k: fp8_mqa_logits has no such option"),
-        (("--operation", "sort"), "--operation: got 'sort', expected one of fp8_mqa_logits, top_k_per_row"),
+        (
+            ("--operation", "sort"),
+            "got 'sort', expected one of fp8_mqa_logits, fp8_paged_mqa_logits, top_k_per_row",
+        ),
     ],
 )
 def test_bad_options(arguments, message):

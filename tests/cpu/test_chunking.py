@@ -257,6 +257,17 @@ def test_packing_stops_at_the_logits_budget():
     assert shapes(plan_chunks(pair, max_logits_bytes=8 * 32 * 4 - 1)) == [(4, 16), (4, 16)]
 
 
+def test_without_a_logits_budget_the_gather_workspace_alone_bounds_chunks():
+    batch = [(131_000, 20_000), (0, 3), (200_000, 16_384), (5, 0), (9, 1)]
+    assert shapes(plan_chunks(batch, max_logits_bytes=None)) == [(36_388, 367_397)]
+    chunks = plan_chunks(batch, max_logits_bytes=None, max_gather_keys=216_390)
+    assert shapes(chunks) == [(20_003, 151_003), (16_384, 216_384), (1, 10)]
+    assert [chunk.longest for chunk in chunks] == [151_000, 216_384, 10]
+    assert all(chunk.gather for chunk in chunks)
+    with pytest.raises(ValueError, match="max_gather_keys: got 216383"):
+        plan_chunks(batch, max_logits_bytes=None, max_gather_keys=216_383)
+
+
 def test_an_oversize_request_shares_no_chunk():
     chunks = plan_chunks([(0, 2), (6, 4), (0, 1)], max_logits_bytes=30 * 4)
     assert [(chunk.rows, chunk.keys, chunk.gather) for chunk in chunks] == [

@@ -29,7 +29,6 @@ from lightning_indexer.selection import registry as dispatch
 def _wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr(cli.out, "_width", 200)
 
 
 def run(*arguments: str) -> SimpleNamespace:
@@ -50,7 +49,9 @@ def outcomes(monkeypatch) -> SimpleNamespace:
         record.asked, record.jobs = list(cases), jobs
         for case in cases:
             fault = record.fault(case)
-            finding = Finding((fault,) if fault else (), 1e-9, 1e-4, 1e-7, case.case.out_dtype)
+            finding = Finding(
+                (fault,) if fault else (), 1e-9, 1e-4, 1e-7, getattr(case.case, "out_dtype", torch.float32)
+            )
             status = "fail" if fault else "pass"
             yield Outcome(case.operation, case, case.backend, status, fault, finding, instructions=1000, seconds=0.01)
 
@@ -251,7 +252,7 @@ def test_resources_lists_every_kernel(built):
     assert {arch for _, arch in built} == {"gfx942"}
     assert "gfx942 (MI300X, MI325X)" in result.text
     for index in range(1, 13):
-        assert f"k{index} 256 64 48 34304 92 22/3 2 Triton 9" in result.text
+        assert f"k{index} 256 64 48 34304 92 22 3 2 Triton 9" in result.text
 
 
 def test_resources_of_some(built):
@@ -288,7 +289,7 @@ def test_disasm_with_addresses_decodes_the_code_object(built, monkeypatch):
     [
         (("disasm",), "Missing option '--arch'"),
         (("disasm", "--arch", "sm90"), "got 'sm90', expected one of gfx942, gfx950"),
-        (("disasm", "--arch", "gfx950", "--shape", "1,2"), "expected M,N,H,D"),
+        (("disasm", "--arch", "gfx950", "--shape", "1x2x3"), "expected MxN or MxNxHxD"),
         (("disasm", "--arch", "gfx950", "--form", "x"), "expected one of clean, noclean, compressed"),
         (("disasm", "--arch", "gfx950", "--backend", "cuda-sm90"), "cuda-sm90 has no AMD kernels"),
         (("resources",), "Missing option '--arch'"),
@@ -315,3 +316,60 @@ def test_a_kernel_that_does_not_compile_ends_with_the_message(monkeypatch, comma
 def test_backends_with_amd_kernels_say_so():
     kernels = [name for name, kernel in dispatch.kernels().items() if isinstance(kernel, dispatch.Compiled)]
     assert kernels == ["hip-gfx950", "gluon-gfx950", "flydsl", "triton-portable"]
+
+
+# timing
+
+
+@pytest.fixture
+def predicted(monkeypatch) -> list[tuple]:
+    """Replaces simulation and model; what they were asked for."""
+    from cdna_sim.timing import DEVICES, Prediction
+    from lightning_indexer.model import timing
+
+    asked: list[tuple] = []
+
+    def row(published: float | None, launch: tuple, heads: int) -> timing.Row:
+        stalls = {"vector memory": 0.5, "barrier": 0.1, "matrix unit busy": 0.05}
+        prediction = Prediction(50.0, 1e5, 0.02, 0.1, 2, 256, stalls, 0.3, {"address": 0.9, "vector": 0.4})
+        return timing.Row(DEVICES["MI355X"], "hip-gfx950", heads, launch, prediction, None, published)
+
+    def rows(kernels, arch, device, heads, launches, samples):
+        asked.append((tuple(kernels), arch.name, device.name, tuple(heads), tuple(launches), samples))
+        yield row(None, (128, 2048, "causal"), 32)
+
+    monkeypatch.setattr(timing, "rows", rows)
+    monkeypatch.setattr(timing, "published_rows", lambda *_: iter([row(40.0, (1024, 1024, "causal"), 32)]))
+    monkeypatch.setattr(cdna, "simulator_missing", lambda: None)
+    return asked
+
+
+def test_timing_of_given_shapes(predicted):
+    out = run("timing", "--shapes", "128x2048,8x64", "--heads", "32,64", "--windows", "causal,multi_req",
+              "--backend", "hip-gfx950", "--device", "MI350X", "--samples", "3")  # fmt: skip
+    assert out.status == 0, out.text
+    launches = [(m, n, window) for m, n in ((128, 2048), (8, 64)) for window in ("causal", "multi_req")]
+    assert predicted == [(("hip-gfx950",), "gfx950", "MI350X", (32, 64), tuple(launches), 3)]
+    assert "128 2048 causal 32 MI355X hip-gfx950 50.0 0.020 - - address" in out.text
+    assert "vector memory 50%, barrier 10%" in out.text
+    assert "MODEL, not measured" in out.text
+
+
+def test_timing_of_the_published_launches(predicted):
+    out = run("timing", "--backend", "hip-gfx950")
+    assert "1024 1024 causal 32 MI355X hip-gfx950 50.0 0.020 40.0 1.25" in out.text
+    assert predicted == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "gfx942"], "no times were published for gfx942"),
+        (["--device", "MI300X"], "device: got 'MI300X', expected one of MI350X, MI355X"),
+        (["--shapes", "8x8", "--windows", "cp"], "causal, multi_req"),
+    ],
+)
+def test_timing_refuses_by_name(predicted, arguments, message):
+    out = run("timing", "--backend", "flydsl" if "gfx942" in arguments else "hip-gfx950", *arguments)
+    assert out.status == 2
+    assert message in out.text

@@ -104,11 +104,12 @@ def test_choice(arch, heads, head_dim):
 def test_hip_gfx950():
     gfx950 = Arch.parse("gfx950")
     assert chosen(GLM, gfx950) == ["hip-gfx950"]
-    # Few keys a row, or 64 heads: another backend's by default, this one's if it is asked for.
-    for problem in (MqaLogitsProblem(4096, 32767, 32, 128), DEEPSEEK):
+    assert chosen(DEEPSEEK, gfx950) == ["hip-gfx950"]
+    # Few keys a row: another backend's by default, this one's if it is asked for.
+    for problem in (MqaLogitsProblem(4096, 32767, 32, 128), MqaLogitsProblem(4096, 4095, 64, 128)):
         assert "hip-gfx950" not in chosen(problem, gfx950)
         [passed_over] = [v.passed_over for v in explain(problem, gfx950) if v.backend == "hip-gfx950"]
-        assert passed_over.startswith("preferred where H=32, D=128 and N >= 8 * M; this is M=")
+        assert passed_over.startswith("preferred where D=128, H=32 and N >= 8 * M or H=64 and N >= 1 * M; this is M=")
         assert reasons(problem, gfx950, "hip-gfx950")["hip-gfx950"] is None
         assert support_table(problem)["hip-gfx950"]["gfx950"] is None
     for problem, arch, reason in (
@@ -338,12 +339,12 @@ def prepared(problem: MqaLogitsProblem, arch: Arch, name: str | None = None) -> 
 def test_the_winner_alone_is_launched(launched):
     sm80, gfx950 = Arch.parse("sm80"), Arch.parse("gfx950")
     assert prepared(DEEPSEEK, sm80) == "triton-portable"
-    assert prepared(DEEPSEEK, gfx950) == "gluon-gfx950"
+    assert prepared(DEEPSEEK, gfx950) == "hip-gfx950"
     assert prepared(DEEPSEEK, sm80, "torch-blocked") == "torch-blocked"
     assert prepared(ODD, sm80) == "torch-blocked"
     assert launched == [
         ("triton-portable", DEEPSEEK, "sm80"),
-        ("gluon-gfx950", DEEPSEEK, "gfx950"),
+        ("hip-gfx950", DEEPSEEK, "gfx950"),
         ("torch-blocked", DEEPSEEK, "sm80"),
         ("torch-blocked", ODD, "sm80"),
     ]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from helpers import CPU, assert_matches, expected_logits
-from lightning_indexer import fp8_mqa_logits
+from lightning_indexer import CacheLayout, fp8_mqa_logits, fp8_paged_mqa_logits, top_k_per_row
 from lightning_indexer.check.cases import make_inputs, make_windows
+from processes import in_gloo_group
 
 pytestmark = pytest.mark.slow  # two processes each
 
@@ -30,24 +27,6 @@ def call(q, k, kv_scale, weights, ks, ke, **options) -> torch.Tensor:
     return fp8_mqa_logits(q, (k, kv_scale), weights, ks, ke, **options)
 
 
-def in_group(rank: int, port: int, check) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TRITON_INTERPRET="1")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        check(rank)
-    finally:
-        dist.destroy_process_group()
-
-
-def over_two_processes(check) -> None:
-    """Runs ``check(rank)`` in a group of two; what it raises in either is raised here."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(in_group, (port, check), nprocs=2)
-
-
 # Collectives: the result of an all-gather is a wrapper subclass until someone waits for it.
 
 
@@ -61,7 +40,7 @@ def gathered(part: torch.Tensor) -> torch.Tensor:
     return AsyncCollectiveTensor(whole.elem.view(part.dtype))
 
 
-def check_collectives(rank: int) -> None:
+def check_collectives(rank: int, ranks: int) -> None:
     arguments = operands(8, 50)
     expected = expected_logits(*arguments)
     for backend in BACKENDS:
@@ -77,7 +56,7 @@ def check_collectives(rank: int) -> None:
 
 
 def test_operands_of_collectives_are_waited_for():
-    over_two_processes(check_collectives)
+    in_gloo_group(2, check_collectives)
 
 
 # DTensor
@@ -94,7 +73,7 @@ def distributed(tensor: torch.Tensor, mesh, placement):
     return DTensor.from_local(local, mesh, [placement], shape=tensor.shape, stride=tensor.stride())
 
 
-def check_dtensors(rank: int) -> None:
+def check_dtensors(rank: int, ranks: int) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (2,))
@@ -163,11 +142,109 @@ def check_dtensors(rank: int) -> None:
     refused(TypeError, "^weights: got dtype torch.float64", {3: distributed(arguments[3].double(), mesh, rows)})
 
 
+def check_dtensors_of_selection(rank: int, ranks: int) -> None:
+    """``top_k_per_row`` with rows sharded or not, results given or not."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole, rows = Replicate(), Shard(0)
+    logits = (torch.randn(ROWS, KEYS, generator=torch.Generator().manual_seed(0)) * 2).round()
+    starts = torch.arange(ROWS, dtype=torch.int32)
+    expected, expected_values = top_k_per_row(logits, 9, starts, order="score", values=True)
+    for placed, of_starts in ((rows, rows), (rows, whole), (whole, rows), (whole, whole)):
+        result = rows if rows in (placed, of_starts) else whole
+        given = distributed(logits, mesh, placed), 9, distributed(starts, mesh, of_starts)
+        found, values = top_k_per_row(*given, order="score", values=True)
+        assert isinstance(found, DTensor)
+        assert found.placements == values.placements == (result,)
+        assert torch.equal(found.full_tensor(), expected)
+        assert torch.equal(values.full_tensor(), expected_values)
+        out = distributed(torch.zeros(ROWS, 9, dtype=torch.int32), mesh, result)
+        into = distributed(torch.zeros(ROWS, 9), mesh, result)
+        assert top_k_per_row(*given, order="score", out=out) is out
+        pair = top_k_per_row(*given, order="score", out=out, values=into)
+        assert pair[0] is out
+        assert pair[1] is into
+        assert torch.equal(out.full_tensor(), expected)
+        assert torch.equal(into.full_tensor(), expected_values)
+    given = distributed(logits, mesh, rows), 9, distributed(starts, mesh, rows)
+    compiled = torch.compile(lambda *a: top_k_per_row(*a, order="score"), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*given).full_tensor(), expected)
+    with pytest.raises(ValueError, match=r"^logits: got placements \(Shard\(dim=1\),\), expected Shard\(0\) or Repl"):
+        top_k_per_row(distributed(logits, mesh, Shard(1)), 9)
+    with pytest.raises(TypeError, match=r"^row_starts: got Tensor, expected a DTensor"):
+        top_k_per_row(given[0], 9, starts)
+    with pytest.raises(ValueError, match=r"^values: got placements \(Replicate\(\),\), expected \(Shard\(dim=0\),\)"):
+        top_k_per_row(*given, values=distributed(torch.zeros(ROWS, 9), mesh, whole))
+    # Results of collectives that have not been waited for.
+    for place in (0, 2):
+        waiting = [logits[:6], 9, starts[:6]]
+        waiting[place] = gathered(waiting[place].chunk(2)[rank])
+        assert torch.equal(top_k_per_row(*waiting, order="score"), expected[:6])
+
+
+def check_dtensors_of_decode(rank: int, ranks: int) -> None:
+    """``fp8_paged_mqa_logits`` with sequences sharded or not; ragged rows by ``indices``."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole, rows = Replicate(), Shard(0)
+    inputs = make_inputs(8, 48, 8, 32, CPU, 0)
+    layout = CacheLayout(16, 32)
+    cache = layout.pack(inputs.k_fp8.view(3, 16, 32), inputs.kv_scale.view(3, 16))
+    tables = torch.tensor([[2, 0], [1, 2], [0, 1], [1, 0]], dtype=torch.int32)
+    lengths = torch.tensor([31, 4, 0, 20], dtype=torch.int32)
+    q = inputs.q_fp8.view(4, 2, 8, 32)
+    operands = q, cache, inputs.weights, lengths, tables
+    expected = fp8_paged_mqa_logits(*operands, 32)
+    for where in ((rows, whole, rows, rows, rows), (rows, whole, whole, whole, rows), (whole,) * 5):
+        given = [distributed(tensor, mesh, placed) for tensor, placed in zip(operands, where, strict=True)]
+        result = fp8_paged_mqa_logits(*given, 32)
+        assert isinstance(result, DTensor)
+        assert result.placements == (where[0],)
+        assert_matches(result.full_tensor(), expected, clean=True)
+        out = distributed(torch.full((8, 32), float("nan")), mesh, where[0])
+        assert fp8_paged_mqa_logits(*given, 32, out=out) is out
+        assert_matches(out.full_tensor(), expected, clean=True)
+    # Ragged: three rows of q on two ranks, every rank with the tables of all sequences.
+    order = torch.tensor([3, 0, 1], dtype=torch.int32)
+    one = inputs.q_fp8[:3, None], cache, inputs.weights[:3], lengths[order.long(), None], tables
+    expected = fp8_paged_mqa_logits(*one, 32, indices=order)
+    where = rows, whole, rows, rows, whole
+    given = [distributed(tensor, mesh, placed) for tensor, placed in zip(one, where, strict=True)]
+    result = fp8_paged_mqa_logits(*given, 32, indices=distributed(order, mesh, rows))
+    assert_matches(result.full_tensor(), expected, clean=True)
+    given = [distributed(tensor[:3] if i != 1 else tensor, mesh, whole) for i, tensor in enumerate(operands)]
+    given[0] = distributed(q[:3], mesh, rows)
+    given[2] = distributed(inputs.weights[:6], mesh, whole)
+    with pytest.raises(ValueError, match=r"^q: got 3 sequences on 2 ranks, expected a multiple of 2, as next_n"):
+        fp8_paged_mqa_logits(*given, 32)
+    with pytest.raises(ValueError, match=r"^kv_cache: got placements .*, expected Replicate\(\): every rank reads all"):
+        fp8_paged_mqa_logits(given[0], distributed(cache, mesh, rows), *given[2:], 32)
+    for place in range(5):
+        waiting = list(operands)
+        waiting[place] = gathered(operands[place].chunk(2)[rank]) if place != 1 else gathered_whole(cache, rank)
+        assert_matches(fp8_paged_mqa_logits(*waiting, 32), fp8_paged_mqa_logits(*operands, 32), clean=True)
+
+
+def gathered_whole(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """All rows of a tensor that two ranks do not share evenly, in one piece from rank 0."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, broadcast
+
+    return AsyncCollectiveTensor(broadcast(tensor if rank == 0 else torch.zeros_like(tensor), 0, dist.group.WORLD).elem)
+
+
+def check_all_dtensors(rank: int, ranks: int) -> None:
+    check_dtensors(rank, ranks)
+    check_dtensors_of_selection(rank, ranks)
+    check_dtensors_of_decode(rank, ranks)
+
+
 def test_dtensors():
-    over_two_processes(check_dtensors)
+    in_gloo_group(2, check_all_dtensors)
 
 
-def check_compiled(rank: int) -> None:
+def check_compiled(rank: int, ranks: int) -> None:
     from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (2,))
@@ -179,4 +256,4 @@ def check_compiled(rank: int) -> None:
 
 
 def test_compiled_calls_on_dtensors():
-    over_two_processes(check_compiled)
+    in_gloo_group(2, check_compiled)

@@ -90,7 +90,7 @@ def test_selections_are_the_top_k_of_the_window(tiny, prompt):
         assert torch.equal(scored.ke - scored.ks, rows.int() + 1)
         logits = fp8_mqa_logits(scored.q, (scored.k, scored.kv_scale), scored.weights, scored.ks, scored.ke)
         inside = torch.arange(logits.shape[1]) < scored.ke[:, None]
-        assert torch.equal(scored.logits[inside], logits[inside])
+        assert torch.equal(scored.logits(torch.arange(len(rows)))[inside], logits[inside])
         for row, position in enumerate(rows.tolist()):
             chosen = scored.selected[row]
             count = min(TINY.index_topk, position + 1)
@@ -165,7 +165,7 @@ def checked(tiny, prompt, backend="torch-blocked", selection=None):
     return checker.result()
 
 
-@pytest.mark.parametrize("selection", [stack.TORCH, None, "torch-blocked"])
+@pytest.mark.parametrize("selection", [stack.TORCH, None, "torch-blocked", stack.FUSED])
 def test_needles_are_found_and_answered(tiny, prompt, selection):
     result = checked(tiny, prompt, selection=selection)
     assert (result.needles, result.selected, result.answered) == (NEEDLES, NEEDLES, NEEDLES)

@@ -29,6 +29,7 @@ OPTIONAL = (
     "deep_gemm",
     "aiter",
     "sglang",
+    "transformers",
 )
 
 IMPORT = """
@@ -44,10 +45,13 @@ for name in ("is_available", "device_count", "current_device", "get_device_prope
     setattr(torch.cuda, name, touched)
 
 import lightning_indexer
+import lightning_indexer.distributed
 import lightning_indexer.integrations.aiter
 import lightning_indexer.integrations.deep_gemm
 import lightning_indexer.integrations.sglang
+import lightning_indexer.integrations.transformers
 import lightning_indexer.integrations.vllm
+import lightning_indexer.integrations.vllm_dcp
 
 print(json.dumps({
     "new": sorted({name.split(".")[0] for name in set(sys.modules) - before}),

@@ -33,10 +33,12 @@ def tried(arch: str, rows: int, keys: int, heads: int, head_dim: int = 128, kern
         ("gfx950", (1, 8, 32), ("hip-gfx950", *FLYDSL_TRITON_TORCH)),
         ("gfx950", (4096, 32768, 32, 64), FLYDSL_TRITON_TORCH),
         ("gfx950", (1024, 131072, 16), FLYDSL_TRITON_TORCH),
-        # gfx950, H=64: Gluon where rows are many.
-        ("gfx950", (4096, 32768, 64), ("gluon-gfx950", *FLYDSL_TRITON_TORCH)),
+        # gfx950, H=64: HIP where no row is without a key of its own, then Gluon where rows are many.
+        ("gfx950", (4096, 32768, 64), ("hip-gfx950", "gluon-gfx950", *FLYDSL_TRITON_TORCH)),
+        ("gfx950", (4096, 4095, 64), ("gluon-gfx950", *FLYDSL_TRITON_TORCH)),
         ("gfx950", (4096, 1, 64), ("gluon-gfx950", *FLYDSL_TRITON_TORCH)),
-        ("gfx950", (4095, 32768, 64), FLYDSL_TRITON_TORCH),
+        ("gfx950", (4095, 32768, 64), ("hip-gfx950", *FLYDSL_TRITON_TORCH)),
+        ("gfx950", (4095, 4094, 64), FLYDSL_TRITON_TORCH),
         ("gfx950", (8192, 8192, 64, 64), FLYDSL_TRITON_TORCH),
         ("gfx950", (8192, 8192, 128), FLYDSL_TRITON_TORCH),
         ("gfx942", (4096, 32768, 32), FLYDSL_TRITON_TORCH),
@@ -135,7 +137,8 @@ def test_the_four_cases_of_vllms_dispatch_test(monkeypatch, arch, kernels, shape
 def test_a_faster_rule_goes_before_flydsl(monkeypatch):
     registry(monkeypatch)
     assert select("gfx950", 4096, 32768, 32) == "hip-gfx950"
-    assert select("gfx950", 4096, 32768, 64) == "gluon-gfx950"
+    assert select("gfx950", 4096, 32768, 64) == "hip-gfx950"
+    assert select("gfx950", 4096, 4095, 64) == "gluon-gfx950"
 
 
 def test_a_name_that_the_registry_does_not_have_is_skipped(monkeypatch):
@@ -168,7 +171,7 @@ def test_explain_prints_the_chain_with_each_reason(monkeypatch):
     problem = MqaLogitsProblem(4096, 16384, 32, 128)
     this = "this is M=4096 N=16384 H=32 D=128"
     assert [str(verdict) for verdict in explain(problem, Arch.parse("gfx950"))] == [
-        f"   hip-gfx950: can run by name (preferred where H=32, D=128 and N >= 8 * M; {this})",
+        f"   hip-gfx950: can run by name (preferred where D=128, H=32 and N >= 8 * M or H=64 and N >= 1 * M; {this})",
         f"   gluon-gfx950: can run by name (preferred where H=64, D=128 and M >= 4096; {this})",
         "   flydsl: FlyDSL is not installed: pip install it (written for CDNA)",
         "-> triton-portable: can run (runs on every listed GPU)",

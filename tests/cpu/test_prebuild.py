@@ -32,11 +32,17 @@ SM90, GFX942, GFX950 = map(Arch.parse, ("sm90", "gfx942", "gfx950"))
 )
 def test_backends_by_arch(arch, names):
     assert prebuild.backends(arch) == names
+    assert prebuild.backends(arch, "fp8_paged_mqa_logits") == (["cuda-sm90"] if arch is SM90 else [])
 
 
 def test_a_plan_has_every_size_that_heuristics_tell_apart():
-    [batch] = prebuild.plan(SM90, [64], [128])
-    assert str(batch) == "cuda-sm90 H=64 D=128"
+    batch, decode = prebuild.plan(SM90, [64], [128])
+    assert str(batch) == "cuda-sm90 fp8_mqa_logits H=64 D=128"
+    assert str(decode) == "cuda-sm90 fp8_paged_mqa_logits H=64 D=128"
+    assert {(p.next_n, p.form) for p in decode.problems} == {(n, f) for n in (1, 2, 4) for f in ("clean", "noclean")}
+    assert prebuild.plan(SM90, [64], [128], operations=["fp8_paged_mqa_logits"]) == [decode]
+    with pytest.raises(ValueError, match="operation: got 'x', expected one of fp8_mqa_logits"):
+        prebuild.plan(SM90, [64], [128], operations=["x"])
     sizes = {(problem.rows, problem.keys) for problem in batch.problems}
     assert len(sizes) == len(prebuild.ROWS) * len(prebuild.KEYS)
     assert {(p.clean_logits, p.compressed) for p in batch.problems} == {(True, False), (False, False), (False, True)}
@@ -45,7 +51,7 @@ def test_a_plan_has_every_size_that_heuristics_tell_apart():
     [hip] = prebuild.plan(GFX950, [32], [128], names=["hip-gfx950"], out_dtypes=[torch.float32, torch.bfloat16])
     assert {problem.out_dtype for problem in hip.problems} == {torch.float32}
     assert not any(problem.compressed for problem in hip.problems)
-    assert prebuild.plan(SM90, [24], [128]) == []
+    assert prebuild.plan(SM90, [20], [128]) == []
     with pytest.raises(
         ValueError, match=r"got 'triton-portable', which compiles at its first call, expected one of cuda"
     ):
@@ -55,11 +61,22 @@ def test_a_plan_has_every_size_that_heuristics_tell_apart():
 def test_heuristics_take_no_kernel_beyond_the_plan():
     """Kernels of sizes in between are those of the plan."""
     for arch, name in ((SM90, "cuda-sm90"), (GFX950, "hip-gfx950"), (GFX942, "flydsl"), (GFX950, "flydsl")):
-        planned = {_name(name, problem, arch) for batch in prebuild.plan(arch, [32], [128]) if batch.backend == name
-                   for problem in batch.problems}  # fmt: skip
+        batches = prebuild.plan(arch, [32], [128], operations=["fp8_mqa_logits"])
+        planned = {_name(name, p, arch) for batch in batches if batch.backend == name for p in batch.problems}
         for m in (1, 2, 3, 5, 17, 61, 100, 671, 2048, 3000, 5000, 16384):
             for n in (1, 100, 5000, 20000, 65536, 250000, 10**6):
                 assert _name(name, MqaLogitsProblem(m, n, 32, 128), arch) in planned
+
+
+def test_decode_of_sizes_in_between_takes_no_other_kernel():
+    kernel = dispatch.kernel("cuda-sm90", "fp8_paged_mqa_logits")
+    [batch] = prebuild.plan(SM90, [32], [128], operations=["fp8_paged_mqa_logits"])
+    planned = {kernel.config(problem, SM90).name for problem in batch.problems}
+    for b in (1, 3, 16, 57, 300, 4096):
+        for width in (1, 100, 8192, 163840):
+            for next_n in prebuild.NEXT_N:
+                problem = batch.problems[0]._replace(batch=b, width=width, max_blocks=-(-width // 64), next_n=next_n)
+                assert kernel.config(problem, SM90).name in planned
 
 
 def _name(backend: str, problem: MqaLogitsProblem, arch: Arch) -> str:
@@ -106,11 +123,11 @@ def test_a_compiler_error_is_told_with_what_was_done(monkeypatch):
     dispatch.kernel("faulty").count = 0
     result = CliRunner().invoke(cli.app, ["prebuild", "--arch", "sm90", "--heads", "32", "--backend", "faulty"])
     assert result.exit_code == 1
-    assert "FAIL faulty H=32 D=128: the compiler said no" in result.output
+    assert "FAIL faulty fp8_mqa_logits H=32 D=128: the compiler said no" in result.output
 
 
 def test_a_process_that_ends_costs_its_own_batch_alone(monkeypatch):
-    batches = prebuild.plan(SM90, [32, 64], [128])
+    batches = prebuild.plan(SM90, [32, 64], [128], operations=["fp8_mqa_logits"])
 
     class Pool:
         def __init__(self, *_):
@@ -179,7 +196,7 @@ def test_prebuild_fails_where_a_later_process_would_find_nothing(monkeypatch, tm
         warnings.simplefilter("ignore")
         result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 1
-    assert "FAIL faulty H=32 D=128: nothing is kept in" in result.output
+    assert "FAIL faulty fp8_mqa_logits H=32 D=128: nothing is kept in" in result.output
     assert said in result.output
     assert not list(tmp_path.glob("*.tmp"))
     monkeypatch.setattr(Path, "replace", real)
@@ -217,7 +234,8 @@ def test_a_launch_finds_what_was_compiled(monkeypatch, tmp_path):
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
     assert "cuda-sm90" in result.output
-    assert len(list(tmp_path.glob("*.cubin"))) == 1
+    # One of prefill; of decode two a next_n, by how many keys there may be.
+    assert len(list(tmp_path.glob("*.cubin"))) == 1 + 2 * len(prebuild.NEXT_N)
 
     def compiled_again(*_):
         raise AssertionError("compiled again")
@@ -235,7 +253,7 @@ def test_a_launch_finds_what_was_compiled(monkeypatch, tmp_path):
         ((), "no GPU is here to take the arch from: name one, e.g. sm90"),
         (("--arch", "x"), "got 'x'"),
         (("--arch", "sm100"), "nothing for sm100 with H=32,64, D=128 is compiled ahead"),
-        (("--arch", "sm90", "--heads", "24"), "nothing for sm90 with H=24, D=128"),
+        (("--arch", "sm90", "--heads", "20"), "nothing for sm90 with H=20, D=128"),
         (("--arch", "sm90", "--form", "x"), "got 'x', expected one of clean, noclean, compressed"),
         (("--arch", "sm90", "--out-dtype", "int8"), "got 'int8', expected one of float32, bfloat16"),
         (("--arch", "sm90", "--backend", "torch-blocked"), "got 'torch-blocked', which compiles at its first call"),

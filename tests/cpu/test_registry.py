@@ -125,7 +125,8 @@ def test_the_winner_alone_is_imported():
     done = subprocess.run([sys.executable, "-c", COLD], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     backends, others = done.stdout.splitlines()
-    assert backends == "['lightning_indexer.backends.cuda_sm90', 'lightning_indexer.backends.gate']"
+    shared = "'lightning_indexer.backends.gate', 'lightning_indexer.backends.row_waves'"
+    assert backends == f"['lightning_indexer.backends.cuda_sm90', {shared}]"
     assert others == "[]"
 
 

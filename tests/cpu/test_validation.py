@@ -67,7 +67,7 @@ TENSOR_ROWS = [
     ("q", lambda x: x.float(), TypeError, "got dtype torch.float32, expected torch.float8_e4m3fn or"),
     ("q", lambda x: x.view(torch.uint8), TypeError, "got dtype torch.uint8, expected torch.float8_e4m3fn or"),
     ("q", lambda x: x.float().to(torch.float8_e5m2), TypeError, "got dtype torch.float8_e5m2, expected"),
-    ("k", lambda x: x.bfloat16(), TypeError, "got dtype torch.bfloat16, expected torch.float8_e4m3fn or"),
+    ("k", lambda x: x.half(), TypeError, "got dtype torch.float16, expected torch.float8_e4m3fn or"),
     ("kv_scale", lambda x: x.half(), TypeError, "got dtype torch.float16, expected torch.float32"),
     ("weights", lambda x: x.double(), TypeError, "got dtype torch.float64, expected torch.float32 or"),
     (

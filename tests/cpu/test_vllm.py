@@ -32,6 +32,9 @@ def _clean(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delenv("VLLM_ROCM_USE_AITER", raising=False)
     monkeypatch.setattr(vllm, "_NOTES", Notes("vLLM", vllm._LOGGER))
+    # The stand-ins have this seam; test_vllm_seams.py has the others.
+    monkeypatch.setattr(vllm, "SEAMS", ("prefill",))
+    monkeypatch.setattr(vllm.install, "__defaults__", (None, ("prefill",)))
     vllm._INTEGRATION._sites = []
     yield
     vllm._INTEGRATION._sites = []
@@ -190,7 +193,7 @@ def test_the_plugin_warns_where_there_is_no_gpu(monkeypatch, caplog):
 
 def test_the_plugin_refuses_another_value(monkeypatch):
     monkeypatch.setenv("LIGHTNING_INDEXER_VLLM", "maybe")
-    with pytest.raises(ValueError, match=r"^LIGHTNING_INDEXER_VLLM: got 'maybe', expected 0 or 1$"):
+    with pytest.raises(ValueError, match=r"^LIGHTNING_INDEXER_VLLM: got 'maybe', expected 0, 1 or some of prefill$"):
         vllm.register()
 
 

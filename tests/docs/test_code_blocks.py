@@ -1,8 +1,8 @@
 """Every code block of README.md and docs: Python runs, commands parse.
 
-The Python blocks of a page run in order, in one namespace and in a process of their own. A block under a comment
-``<!-- not run: reason -->`` is only compiled. Of shell blocks, commands of this library parse with all their options,
-and what others install or run is looked up in this repository.
+The Python blocks of a page run in order, in one namespace and in a process of their own, one forked for each page. A
+block under a comment ``<!-- not run: reason -->`` is only compiled. Of shell blocks, commands of this library parse
+with all their options, and what others install or run is looked up in this repository.
 """
 
 from __future__ import annotations
@@ -57,11 +57,26 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 PYTHON_PAGES = list(dict.fromkeys(block.page for block in PYTHON))
 
+# PyTorch is imported once: with a process started for every page that would be most of the time.
 RUNNER = """
-import json, sys
-namespace = {"__name__": "__main__"}
-for name, text in json.load(sys.stdin):
-    exec(compile(text, name, "exec"), namespace)
+import json, os, sys, traceback
+import torch, lightning_indexer
+failed = []
+for page, blocks in json.load(sys.stdin).items():
+    child = os.fork()
+    if child == 0:
+        namespace = {"__name__": "__main__"}
+        try:
+            for name, text in blocks:
+                exec(compile(text, name, "exec"), namespace)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(page)
+sys.exit(", ".join(failed) or 0)
 """
 
 
@@ -81,18 +96,17 @@ def test_python_compiles(block):
     ast.parse(block.text, block.name)
 
 
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
-def test_python_runs(page, tmp_path):
-    script = []
+def test_python_runs(tmp_path):
+    pages: dict[str, list[tuple[str, str]]] = {}
     for block in PYTHON:
-        if block.page == page and block.runs:
-            script.append((block.name, block.text))
+        if block.runs:
+            pages.setdefault(str(block.page.relative_to(ROOT)), []).append((block.name, block.text))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environment["LIGHTNING_INDEXER_CACHE_DIR"] = str(tmp_path / "kernels")
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER], input=json.dumps(script), text=True, cwd=tmp_path, capture_output=True,
-        check=False, timeout=600, env=environment,
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", RUNNER], input=json.dumps(pages), text=True,
+        cwd=tmp_path, capture_output=True, check=False, timeout=900, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -121,6 +135,10 @@ COMMANDS = [
 @pytest.mark.parametrize("words", COMMANDS)
 def test_commands(words):
     program, *arguments = words
+    if program == "torchrun":
+        module = arguments.index("-m") + 1
+        assert arguments[module] == "lightning_indexer"
+        program, arguments = "lightning-indexer", arguments[module + 1 :]
     if program == "lightning-indexer":
         parse(arguments)
     elif program == "make":

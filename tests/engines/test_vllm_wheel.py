@@ -1,7 +1,7 @@
 """The vLLM plugin against vLLM itself, on a CPU. Skipped where vLLM 0.33 is not installed.
 
-The Python files of the wheel are enough: no compiled extension and no GPU is touched. docs/engines.md says how to set
-that up. Nothing of vLLM is stood in for; only what it finds out about the machine, its platform, is given.
+The Python files of the wheel are enough: no compiled extension and no GPU is touched. ``make test-engines`` sets that
+up. Nothing of vLLM is stood in for; only what it finds out about the machine, its platform, is given.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import lightning_indexer
 import standins
 from helpers import CPU, assert_matches, calc_diff, expected_for
 from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.integrations import vllm as plugin
-from lightning_indexer.integrations.patching import IntegrationError
+from lightning_indexer.integrations import vllm_seams
+from lightning_indexer.integrations.patching import IntegrationError, text_of
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -87,7 +89,7 @@ def test_rocm(rocm, inputs, windows):
     workspace = torch.zeros(KEYS + 8, 4, dtype=torch.uint8)
     workspace[:KEYS].view(torch.float32)[:, 0] = inputs.kv_scale
     arguments = (inputs.q_fp8, (inputs.k_fp8, workspace[:KEYS].view(torch.float32)), inputs.weights, *windows)
-    assert plugin.install("rocm") == (f"{standins.VLLM_ROCM}.rocm_fp8_mqa_logits",)
+    assert plugin.install("rocm", ("prefill",)) == (f"{standins.VLLM_ROCM}.rocm_fp8_mqa_logits",)
     assert rocm.rocm_fp8_mqa_logits is not original
     expected = expected_for(inputs, *windows)
     with torch.inference_mode():
@@ -111,7 +113,7 @@ def test_rocm_without_aiter(rocm, inputs, windows, monkeypatch):
 @pytest.mark.parametrize("width", [50, KEYS])
 def test_cuda(layer, inputs, windows, width):
     original = layer.fp8_fp4_mqa_logits
-    names = plugin.install("cuda")
+    names = plugin.install("cuda", ("prefill",))
     assert {f"{standins.VLLM_LAYER}.fp8_fp4_mqa_logits", f"{standins.VLLM_DEEP_GEMM}.fp8_fp4_mqa_logits"} <= set(names)
     ks, ke = windows
     # As the caller does it, through the names of that module.
@@ -197,3 +199,118 @@ def test_a_machine_without_a_gpu_has_nothing_to_replace():
     if current_platform.is_cuda() or current_platform.is_rocm():
         pytest.skip("vLLM found a GPU")
     assert plugin._platform() is None
+
+
+# Selection, decode and the planner
+
+
+@pytest.fixture(scope="module")
+def planner():
+    return importlib.import_module(vllm_seams.PLANNER)
+
+
+def test_the_layer_is_the_known_one(layer):
+    assert text_of(layer.sparse_attn_indexer) == vllm_seams.LAYER_TEXT
+    # What it does with scores between the two calls, and behind them.
+    names = inspect.unwrap(layer.sparse_attn_indexer).__code__.co_names
+    assert {"as_fp32_logits", "_select_candidate_blocks", "_apply_candidate_mask", "_merge_dcp_topk_global"} <= set(
+        names
+    )
+
+
+def test_every_seam_of_cuda_is_replaced_and_restored(layer, planner):
+    names = plugin.install("cuda")
+    assert {name.rsplit(".", 1)[1] for name in names} == {
+        "fp8_fp4_mqa_logits", "_select_candidate_blocks", "_apply_candidate_mask", "_merge_dcp_topk_global",
+        "top_k_per_row_prefill", "fp8_fp4_paged_mqa_logits", "get_indexer_topk", "_split_indexer_prefill_chunks",
+    }  # fmt: skip
+    assert f"{vllm_seams.LAYER}.get_indexer_topk" in names
+    assert set(plugin.uninstall()) == set(names)
+    for name in names:
+        owner, attribute = name.rsplit(".", 1)
+        module, _, cls = owner.rpartition(".") if owner.endswith("Builder") else (owner, "", "")
+        found = importlib.import_module(module)
+        value = vars(getattr(found, cls) if cls else found)[attribute]
+        assert "lightning_indexer" not in getattr(value, "__module__", "") or not hasattr(value, "__wrapped__")
+
+
+def test_every_seam_of_rocm_is_replaced(rocm):
+    names = plugin.install("rocm")
+    assert [name.rsplit(".", 1)[1] for name in names] == [
+        "rocm_fp8_mqa_logits", "_launch_aiter_top_k_per_row_prefill", "rocm_fp8_paged_mqa_logits"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("k", [16, 64])
+def test_prefill_as_the_layer_does_it(layer, inputs, windows, k):
+    """The lines of ``sparse_attn_indexer`` between its gather and its merge, through the names of its module."""
+    plugin.install("cuda")
+    ks, ke = windows
+    indices = torch.full((ROWS, k), -7, dtype=torch.int32)
+    q_scale, weights = layer.mqa_logits_mx_inputs(inputs.q_fp8, None, inputs.weights)
+    row_ends = ke - ks
+    logits = layer.as_fp32_logits(
+        layer.fp8_fp4_mqa_logits((inputs.q_fp8, q_scale), (inputs.k_fp8, inputs.kv_scale), weights, ks, ke, KEYS),
+        row_ends,
+    )
+    assert isinstance(logits, vllm_seams.Pending)
+    layer.ops.top_k_per_row_prefill(
+        logits, torch.zeros_like(row_ends), row_ends, indices, logits.shape[0], logits.stride(0), logits.stride(1), k
+    )
+    layer._merge_dcp_topk_global(logits, indices, k, 0, 1, 1, row_starts=None)
+    assert logits.logits is None
+    expected = lightning_indexer.top_k_per_row(expected_for(inputs, *windows), k, *windows)
+    assert torch.equal(indices.sort(1).values, expected.sort(1).values)
+
+
+def test_decode_as_the_layer_does_it(layer):
+    plugin.install("cuda")
+    batch, next_n, page, width, k = 3, 2, 64, 256, 48
+    generator = torch.Generator().manual_seed(4)
+    values = torch.randn(9, page * HEAD_DIM, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = (torch.rand(9, page, generator=generator) + 0.1).view(torch.uint8)
+    cache = torch.cat((values, scales), dim=1).view(9, page, HEAD_DIM + 4)
+    q = torch.randn(batch, next_n, HEADS, HEAD_DIM, generator=generator).to(torch.float8_e4m3fn)
+    weights = torch.randn(batch * next_n, HEADS, generator=generator)
+    tables = torch.tensor([[3, 1, 8, 5], [0, -1, -1, -1], [4, 2, 7, -1]], dtype=torch.int32)
+    seq_lens = torch.tensor([[219, 220], [19, 20], [150, 151]], dtype=torch.int32)
+    cache = layer.kv_cache_as_quant_view(cache, HEAD_DIM, False)
+    assert list(cache.shape) == [9, page, 1, HEAD_DIM + 4]
+    q_scale, weights = layer.mqa_logits_mx_inputs(q, None, weights)
+    logits = layer.as_fp32_logits(
+        layer.fp8_fp4_paged_mqa_logits(
+            (q, q_scale), cache, weights, seq_lens, tables, torch.zeros(133, 2), max_model_len=width, indices=None
+        ),
+        seq_lens.view(-1),
+    )
+    indices = torch.full((batch * next_n, k), -7, dtype=torch.int32)
+    layer.get_indexer_topk("auto")(logits, seq_lens, next_n, indices, k, width)
+    expected = lightning_indexer.fp8_paged_mqa_logits(q, cache, weights, seq_lens, tables, width)
+    inside = torch.arange(width) < seq_lens.reshape(-1, 1)
+    assert torch.equal(logits[inside], expected[inside])
+    assert torch.equal(
+        indices.sort(1).values, lightning_indexer.top_k_per_row(expected, k, None, seq_lens.view(-1)).sort(1).values
+    )
+
+
+def test_the_planner(planner, layer, inputs, windows):
+    """Its own chunks, with and without the budget: one request of 64 rows over 4096 keys, 16 KiB a row."""
+    builder = object.__new__(planner.DeepseekV32IndexerMetadataBuilder)
+    builder.dcp_world_size, builder.use_pcp = 1, False
+    lengths, rows = torch.tensor([4096], dtype=torch.int32), torch.tensor([64], dtype=torch.int32)
+
+    def chunks() -> list:
+        return builder._split_indexer_prefill_chunks(lengths, rows, 2**20, 10 * 4 * 4096, request_offset=0)
+
+    own = chunks()
+    assert len(own) == 7
+    plugin.install("cuda")
+    assert chunks() == own  # nothing has been fused yet
+    test_prefill = torch.full((ROWS, 16), -7, dtype=torch.int32)
+    ks, ke = windows
+    kv = (inputs.k_fp8, inputs.kv_scale)
+    pending = layer.fp8_fp4_mqa_logits((inputs.q_fp8, None), kv, inputs.weights, ks, ke, KEYS)
+    layer.ops.top_k_per_row_prefill(pending, torch.zeros_like(ks), ke - ks, test_prefill, ROWS, 1, 1, 16)
+    assert chunks() == [(slice(0, 1), slice(0, 64))]
+    builder.dcp_world_size = 2
+    assert chunks() == own

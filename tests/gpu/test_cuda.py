@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_indexer import MqaLogitsProblem, arch_of, calc_diff, fp8_mqa_logits, reference_logits
+from lightning_indexer import MqaLogitsProblem, calc_diff, fp8_mqa_logits, reference_logits
 from lightning_indexer.check import device as runner
 from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.check.guarded import GuardedOutput
@@ -16,23 +16,7 @@ from lightning_indexer.check.mqa_logits import MqaLogitsSuite, compress
 from lightning_indexer.problems.mqa_logits import MAX_DIFF, window_mask
 from lightning_indexer.selection import registry as dispatch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: kernels run in the interpreter instead"),
-]
-
 BACKENDS = [backend.name for backend in dispatch.backends()]
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _gate(backend: str, problem: MqaLogitsProblem, device: torch.device) -> None:
-    [verdict] = dispatch.explain(problem, arch_of(device), backend)
-    if verdict.reason is not None:
-        pytest.skip(verdict.reason)
 
 
 def _call(shape, device, window="causal"):
@@ -50,8 +34,8 @@ def _assert_equals_reference(logits: torch.Tensor, q, kv, weights, ks, ke) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_small_sweep(backend, device):
-    _gate(backend, MqaLogitsProblem(64, 384, 64, 128), device)
+def test_small_sweep(backend, device, gate):
+    gate(backend, MqaLogitsProblem(64, 384, 64, 128), device)
     suite = MqaLogitsSuite()
     outcomes = list(runner.run(suite, suite.cases(full=False), [backend], device))
     assert [str(o.case) + ": " + o.detail for o in outcomes if o.status == "fail"] == []
@@ -59,9 +43,9 @@ def test_small_sweep(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_graph_capture_replays_with_new_operands(backend, device):
+def test_graph_capture_replays_with_new_operands(backend, device, gate):
     shape = (64, 1560, 32, 128)
-    _gate(backend, MqaLogitsProblem(*shape), device)
+    gate(backend, MqaLogitsProblem(*shape), device)
     q, (k, kv_scale), weights, ks, ke = _call(shape, device)
     out = torch.empty(shape[:2], device=device)
     stream = torch.cuda.Stream()
@@ -81,9 +65,9 @@ def test_graph_capture_replays_with_new_operands(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_runs_on_the_current_stream(backend, device):
+def test_runs_on_the_current_stream(backend, device, gate):
     shape = (32, 4096, 64, 128)
-    _gate(backend, MqaLogitsProblem(*shape), device)
+    gate(backend, MqaLogitsProblem(*shape), device)
     q, kv, weights, ks, ke = _call(shape, device, "multi_req")
     late = torch.empty_like(weights)
     fp8_mqa_logits(q, kv, late, ks, ke, backend=backend)  # compile first
@@ -98,9 +82,9 @@ def test_runs_on_the_current_stream(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_results_past_2_to_31_elements(backend, device):
+def test_results_past_2_to_31_elements(backend, device, gate):
     shape = (8192, 262272, 32, 32)
-    _gate(backend, MqaLogitsProblem(*shape), device)
+    gate(backend, MqaLogitsProblem(*shape), device)
     if torch.cuda.mem_get_info(device)[0] < 30 * 2**30:
         pytest.skip("needs 30 GiB of GPU memory")
     q, kv, weights, ks, ke = _call(shape, device)
@@ -110,10 +94,10 @@ def test_results_past_2_to_31_elements(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_extreme_starts_of_compressed_logits(backend, device):
+def test_extreme_starts_of_compressed_logits(backend, device, gate):
     """A row at INT32_MIN beside ordinary ones: column offsets between rows of a block pass 32 bits."""
     shape = (16, 512, 32, 128)
-    _gate(backend, MqaLogitsProblem(*shape, clean_logits=False, max_seqlen_k=512), device)
+    gate(backend, MqaLogitsProblem(*shape, clean_logits=False, max_seqlen_k=512), device)
     q, kv, weights, ks, ke = _call(shape, device)
     ks[3], ks[7], ke[7], ks[9], ke[11] = -(2**31), 17, 2**31 - 1, 2**31 - 1, -(2**31)
     output = GuardedOutput(16, 512, torch.float32, device)
@@ -129,10 +113,10 @@ def test_extreme_starts_of_compressed_logits(backend, device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads", [32, 128])
-def test_operands_that_are_views(backend, heads, device):
+def test_operands_that_are_views(backend, heads, device, gate):
     """Rows of q apart, heads of a row apart, odd strides of the weights, windows that start at any address."""
     rows, keys = 61, 700
-    _gate(backend, MqaLogitsProblem(rows, keys, heads, 128), device)
+    gate(backend, MqaLogitsProblem(rows, keys, heads, 128), device)
     q, (k, kv_scale), weights, ks, ke = _call((rows, keys, heads, 128), device, "misaligned")
 
     def inside(tensor: torch.Tensor, shape: tuple[int, ...], start: int) -> torch.Tensor:
@@ -156,17 +140,17 @@ def test_operands_that_are_views(backend, heads, device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", ["causal", "multi_req", "empty"])
-def test_more_row_blocks_than_the_schedule_prices_one_by_one(backend, window, device):
+def test_more_row_blocks_than_the_schedule_prices_one_by_one(backend, window, device, gate):
     shape = (9001, 9100, 128, 32)  # cuda-sm90: 4501 row blocks, 2048 prices
-    _gate(backend, MqaLogitsProblem(*shape), device)
+    gate(backend, MqaLogitsProblem(*shape), device)
     call = _call(shape, device, window)
     _assert_equals_reference(fp8_mqa_logits(*call, backend=backend), *call)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_zeros_are_positive(backend, device):
+def test_zeros_are_positive(backend, device, gate):
     shape = (8, 300, 32, 64)
-    _gate(backend, MqaLogitsProblem(*shape), device)
+    gate(backend, MqaLogitsProblem(*shape), device)
     q, (k, kv_scale), weights, ks, ke = _call(shape, device)
     for scale in (kv_scale, -kv_scale):
         logits = fp8_mqa_logits(torch.zeros_like(q), (k, scale), -weights.abs(), ks, ke, backend=backend)

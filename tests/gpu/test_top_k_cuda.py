@@ -5,50 +5,33 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_indexer import arch_of
 from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.check.top_k import REPEATS, Case, cases, make_inputs, run_case
 from lightning_indexer.problems.top_k import OPERATION, TopKProblem, reference_top_k
 from lightning_indexer.selection import registry
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: kernels run in the interpreter instead"),
-]
-
 BACKENDS = list(registry.kernels(OPERATION))
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _gate(backend: str, problem: TopKProblem, device: torch.device) -> None:
-    [verdict] = registry.explain(problem, arch_of(device), backend)
-    if verdict.reason is not None:
-        pytest.skip(verdict.reason)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", cases(False), ids=str)
-def test_small_cases(case, backend, device):
-    _gate(backend, case.problem, device)
+def test_small_cases(case, backend, device, gate):
+    gate(backend, case.problem, device)
     assert run_case(case, backend, device, repeats=2) == []
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch-blocked"])
 @pytest.mark.parametrize("number", range(len(cases(True))))
-def test_full_cases(number, backend, device):
+def test_full_cases(number, backend, device, gate):
     case = cases(True)[number]
-    _gate(backend, case.problem, device)
+    gate(backend, case.problem, device)
     assert run_case(case, backend, device, repeats=REPEATS if case.rows * case.width < 2**24 else 1) == [], case
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("rows", "width"), [(64, 40000), (1, 300_000)])
-def test_graph_capture_replays_with_new_scores(backend, rows, width, device):
-    _gate(backend, TopKProblem(rows, width, 512, starts=False, ends=False), device)
+def test_graph_capture_replays_with_new_scores(backend, rows, width, device, gate):
+    gate(backend, TopKProblem(rows, width, 512, starts=False, ends=False), device)
     logits = torch.randn(rows, width, device=device)
     out = torch.empty(rows, 512, dtype=torch.int32, device=device)
     top_k_per_row(logits, 512, out=out, backend=backend)
@@ -63,9 +46,9 @@ def test_graph_capture_replays_with_new_scores(backend, rows, width, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_is_read_back(backend, device):
+def test_nothing_is_read_back(backend, device, gate):
     case = Case(8, 9000, 256, scores="integers")
-    _gate(backend, case.problem, device)
+    gate(backend, case.problem, device)
     inputs = make_inputs(case, device)
     arguments = (inputs.logits, 256, inputs.starts, inputs.ends)
     top_k_per_row(*arguments, backend=backend)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from typer.testing import CliRunner
 
@@ -13,7 +15,6 @@ pytest.importorskip("ziglang")
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch
 from lightning_indexer.cli import app as cli
-from lightning_indexer.cli import common as cli_common
 from lightning_indexer.model import rates
 from lightning_indexer.model.cost import Model
 from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
@@ -26,7 +27,6 @@ GFX950 = Arch.parse("gfx950")
 def cost(monkeypatch):
     """Runs the command; its exit status, and its lines."""
     monkeypatch.setattr(envs, "stop_triton_interpreter", lambda: None)  # other tests here want it
-    monkeypatch.setattr(cli_common.out, "_width", 250)
 
     def run(*arguments):
         result = CliRunner().invoke(cli.app, ["cost", *arguments])
@@ -39,10 +39,9 @@ def cost_in_own_process(*arguments: str, published: str = "PUBLISHED") -> str:
     """The same for kernels of Triton, which in this process are Triton's interpreter's."""
     code = (
         "import sys\n"
-        "from lightning_indexer.cli import app as cli, common as cli_common\n"
+        "from lightning_indexer.cli import app as cli\n"
         "from lightning_indexer.model import rates\n"
         f"rates.PUBLISHED = rates.{published}\n"
-        "cli_common.out._width = 250\n"
         "cli.app(['cost', *sys.argv[1:]])\n"
     )
     return python("-c", code, *arguments, timeout=300)
@@ -50,9 +49,9 @@ def cost_in_own_process(*arguments: str, published: str = "PUBLISHED") -> str:
 
 def row(text: str, *words: str) -> list[str]:
     """The cells of the one row of a table that holds all of these."""
-    rows = [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
     [found] = [cells for cells in rows if set(words) <= set(cells)]
-    return found[1:-1]
+    return found
 
 
 def test_chosen_shapes_beside_what_was_published(cost):

@@ -118,7 +118,7 @@ def test_the_public_call_takes_it():
     ks, ke = make_windows("causal", rows, keys, CPU)
     with simulation("gfx950") as launcher:
         logits = fp8_mqa_logits(inputs.q_fp8, (inputs.k_fp8, inputs.kv_scale), inputs.weights, ks, ke)
-    assert launcher.reports[0].by_opcode["v_mfma_scale_f32_32x32x64_f8f6f4"] == 2 * 2 * 2
+    assert launcher.reports[0].by_opcode["v_mfma_f32_32x32x64_f8f6f4"] == 2 * 2 * 2
     torch.testing.assert_close(logits, expected_for(inputs, ks, ke), atol=1e-3, rtol=1e-5)
 
 
@@ -195,7 +195,7 @@ def test_each_tile_of_keys_is_loaded_once_by_one_wave(splits, unroll2):
     assert {owner for of_tile in owners.values() for owner in of_tile} == {
         ((x, y, 0), wave) for x in range(2) for y in range(splits) for wave in range(4)
     }
-    assert report.by_opcode["v_mfma_scale_f32_32x32x64_f8f6f4"] == 2 * rows * 21
+    assert report.by_opcode["v_mfma_f32_32x32x64_f8f6f4"] == 2 * rows * 21
     assert report.by_opcode["v_permlane32_swap_b32"] == rows // 2 * 21
     assert "LDS" not in report.by_kind
 

@@ -1,7 +1,8 @@
 """FlyDSL kernels to AMD code objects: compiled only, in a process for each arch.
 
-FlyDSL reads its target and its options from the environment, and leaves the code object in its dump of the last pass.
-Facts of version 0.4.2; it links with ``$ROCM_PATH/llvm/bin/ld.lld``, which may be the one of PyPI's ``ziglang``.
+FlyDSL reads its target and its options from the environment, and leaves the text of the kernel in a dump, which is
+repaired and assembled here. Facts of version 0.4.2; it links with ``$ROCM_PATH/llvm/bin/ld.lld``, which may be the one
+of PyPI's ``ziglang``.
 """
 
 from __future__ import annotations
@@ -71,9 +72,8 @@ def compile_flydsl(
 
     def build() -> Built:
         what = f"{factory} for {arch} with {dict(parameters)}"
-        while (answer := _process(arch, text).compile(what, factory, parameters)) is None:
+        while (printed := _process(arch, text).compile(what, factory, parameters)) is None:
             pass  # another thread was interrupted, and its process ended with it
-        _, printed = answer
         isa = repair(printed, arch)
         code_object = amdgpu_clang.assemble(_portable(isa), arch)
         return Built(code_object, code_object.kernel().name, isa, 0, "flydsl", compiler, argument_names)
@@ -106,8 +106,8 @@ class _Process:
         # As atexit, but also at the end of a worker of multiprocessing.
         self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=10)
 
-    def compile(self, what: str, factory: str, parameters: Mapping[str, Any]) -> tuple[bytes, str] | None:
-        """The code object and the text of a kernel, None where the process has ended; errors say ``what`` it is."""
+    def compile(self, what: str, factory: str, parameters: Mapping[str, Any]) -> str | None:
+        """The text of a kernel, None where the process has ended; errors say ``what`` it is."""
         with self._lock:
             if self.ended:
                 return None
@@ -116,10 +116,10 @@ class _Process:
             error = self._ask(json.dumps(request))
             if error:
                 raise CompileError(f"{what}:\n{error.strip()}")
-            objects, texts = sorted(dump.glob("*/*gpu_module_to_binary.mlir")), sorted(dump.glob("*/*final_isa.s"))
-            if len(objects) != 1 or len(texts) != 1:
-                raise CompileError(f"{what}: FlyDSL dumped {len(objects)} code objects, expected one")
-            found = _embedded(objects[0].read_text()), texts[0].read_text()
+            texts = sorted(dump.glob("*/*final_isa.s"))
+            if len(texts) != 1:
+                raise CompileError(f"{what}: FlyDSL dumped {len(texts)} kernels, expected one")
+            found = texts[0].read_text()
             shutil.rmtree(dump, ignore_errors=True)
             return found
 
@@ -181,18 +181,6 @@ def _portable(isa: str) -> str:
     LLVM versions spell differently."""
     isa = re.sub(r"(?m)^\s*\.amdhsa_code_object_version.*$", ".amdhsa_code_object_version 5", isa)
     return re.sub(r"(?m)^\s*\.amdgcn_target.*$", "", isa)
-
-
-def _embedded(text: str) -> bytes:
-    """The code object in MLIR's text: a string in which bytes that do not print are a backslash and two hex digits."""
-    match = re.search(r'\bbin = "((?:[^"\\]|\\\\|\\[0-9A-F]{2})*)"', text)
-    if match is None:
-        raise CompileError("FlyDSL's dump holds no code object")
-    return re.sub(
-        rb"\\(\\|[0-9A-F]{2})",
-        lambda escape: b"\\" if escape[1] == b"\\" else bytes([int(escape[1], 16)]),
-        match[1].encode(),
-    )
 
 
 def _main() -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 
 
+def needs_fp8(problem: MqaLogitsProblem) -> str | None:
+    """None for fp8 operands, else the sentence of a kernel that reads nothing else."""
+    return None if problem.is_fp8 else "q and k are bfloat16, and this kernel reads fp8"
+
+
 def unsupported_shape(problem: MqaLogitsProblem, heads: tuple[int, ...], head_dims: tuple[int, ...]) -> str | None:
     """None, or the sentence that says which of H and D a kernel is not built for."""
     if problem.heads not in heads:

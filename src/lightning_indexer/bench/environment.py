@@ -42,20 +42,23 @@ def device_name(device: torch.device) -> str:
     return f"{_cpu_model()}, {torch.get_num_threads()} threads"
 
 
-def commit() -> str | None:
-    """The commit of the checkout this package runs from, ``-dirty`` where files differ; None outside a checkout."""
-    here = Path(__file__).resolve().parent
+def commit(file: Path | None = None) -> str | None:
+    """The commit of the checkout this package runs from, ``-dirty`` where files differ; None outside a checkout.
+
+    A package that is installed inside the tree of another project is no part of that: ``file``, by default this one,
+    has to be tracked.
+    """
+    here = (file or Path(__file__)).resolve()
     try:
-        result = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=12")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return result.stdout.strip()
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def _cpu_model() -> str:

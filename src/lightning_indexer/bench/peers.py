@@ -65,7 +65,7 @@ class DeepGemm:
         self.module = module
         # The form that vLLM bundles since 2026 has no clean_logits: compressed logits alone, tail left as it is.
         newest = getattr(module, "fp8_fp4_mqa_logits", None)
-        self.compressed_only = newest is not None and not _takes(newest, "clean_logits")
+        self.compressed_only = newest is not None and not takes(newest, "clean_logits")
         forms = "compressed logits only" if self.compressed_only else "all forms, -inf in a second pass"
         self.note = f"{module.__name__} {getattr(module, '__version__', '')}, {forms}".replace(" ,", ",")
 
@@ -124,7 +124,8 @@ def find(device: torch.device) -> tuple[list[Peer], list[str]]:
     return peers, absent
 
 
-def _takes(function: Callable[..., object], argument: str) -> bool:
+def takes(function: Callable[..., object], argument: str) -> bool:
+    """Whether a function has an argument of that name."""
     try:
         return argument in inspect.signature(function).parameters
     except ValueError:  # of pybind11, as in DeepGEMM itself: the signature is in the docstring

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from lightning_indexer.bench.overview import number, overview
 from lightning_indexer.bench.report import Summary, summary_table, table, write_files
 from lightning_indexer.bench.top_k import Case, Row
 
@@ -41,34 +41,6 @@ def markdown(
         *summary_table(summaries), "", f"Repeat with: `{command}`", "",
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def overview(rows: Sequence[Row], backends: Sequence[str]) -> list[str]:
-    """A line a case: every contender's time, the best peer, its time over ours; the geometric means come last."""
-    contenders = list(dict.fromkeys(row.contender for row in rows))
-    ours = [name for name in contenders if name in backends]
-    ratios: dict[str, list[float]] = {name: [] for name in ours}
-    body = []
-    for case in dict.fromkeys(row.case for row in rows):
-        mine = {row.contender: row for row in rows if row.case == case}
-        best = best_peer([row for name, row in mine.items() if name not in ours])
-        cells = []
-        for name in ours:
-            ratio = best.median / us if best and best.median and (us := mine[name].median) else None
-            ratios[name] += [ratio] if ratio else []
-            cells.append(f"{ratio:.2f}x" if ratio else "-")
-        floor = next((row.floor for row in mine.values()), None)
-        times = [_time(mine.get(name)) for name in contenders]
-        body.append((str(case), _number(floor), *times, best.contender if best else "-", *cells))
-    means = [f"{statistics.geometric_mean(found):.2f}x" if found else "-" for found in ratios.values()]
-    body.append(("geomean", "", *[""] * len(contenders), "", *means))
-    return table(("case", "floor", *contenders, "best peer", *(f"best peer / {name}" for name in ours)), body)
-
-
-def best_peer(rows: Iterable[Row]) -> Row | None:
-    """The fastest of these that ran."""
-    timed = [row for row in rows if row.median]
-    return min(timed, key=lambda row: row.median or 0.0) if timed else None
 
 
 def records(rows: Sequence[Row]) -> list[dict[str, object]]:
@@ -108,18 +80,8 @@ def _cells(row: Row, on_gpu: bool) -> tuple[str, ...]:
         *start,
         f"{row.median:.1f}",
         f"{row.p20:.1f}-{row.p80:.1f}",
-        _number(row.host if on_gpu else row.cpu),
+        number(row.host if on_gpu else row.cpu),
         "-" if row.floor is None else f"{row.median / row.floor:.2f}x",
         "-" if row.gbs is None else f"{row.gbs:.4g}",
         "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.0f}",
     )
-
-
-def _time(row: Row | None) -> str:
-    if row is None or row.median is None:
-        return "wrong" if row is not None and row.note.startswith("WRONG") else "-"
-    return f"{row.median:.1f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"

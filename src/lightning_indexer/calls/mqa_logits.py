@@ -18,6 +18,7 @@ from lightning_indexer.problems.mqa_logits import (
     check_dialect,
     problem_of,
     row_stride,
+    unit_scale,
     validate,
 )
 from lightning_indexer.selection import registry
@@ -25,7 +26,7 @@ from lightning_indexer.selection import registry
 
 def fp8_mqa_logits(
     q: torch.Tensor,
-    kv: tuple[torch.Tensor, torch.Tensor],
+    kv: tuple[torch.Tensor, torch.Tensor | None],
     weights: torch.Tensor,
     cu_seqlen_ks: torch.Tensor,
     cu_seqlen_ke: torch.Tensor,
@@ -43,9 +44,10 @@ def fp8_mqa_logits(
     Source: DeepSeek-V3.2 technical report, section 2.1; argument meaning as in DeepGEMM's ``fp8_mqa_logits``.
 
     Args:
-        q: [M, H, D] float8_e4m3fn (or float8_e4m3fnuz on gfx942), last dimension contiguous.
+        q: [M, H, D] float8_e4m3fn (or float8_e4m3fnuz on gfx942), last dimension contiguous; or bfloat16, with k of
+            bfloat16, which ``triton-portable`` and ``torch-blocked`` take.
         kv: ``(k, kv_scale)``: keys [N, D] fp8, last dimension contiguous, and their scales [N] or [N, 1] float32 (at
-            N = 1 also []); scales of another stride are copied.
+            N = 1 also []); scales of another stride are copied. bfloat16 keys may come with None, which is ones.
         weights: [M, H] float32, last dimension contiguous; bfloat16 and float16 are widened by a copy. A scale of q, if
             any, is folded in here by the caller.
         cu_seqlen_ks: [M] or [M, 1] int32, first key of each row's window. Any value is legal; it is clamped. Other
@@ -74,6 +76,8 @@ def fp8_mqa_logits(
         k, kv_scale = kv
     except (TypeError, ValueError):
         raise TypeError(f"kv: got {type(kv).__name__}, expected the pair (k, kv_scale)") from None
+    if kv_scale is None:
+        kv_scale = unit_scale(k)
     ks, ke = cu_seqlen_ks, cu_seqlen_ke
     plain = type(q) is type(k) is type(kv_scale) is type(weights) is type(ks) is type(ke) is _Tensor
     plain = plain and (out is None or type(out) is _Tensor)
@@ -151,7 +155,8 @@ def _first(call: MqaLogitsCall, facts: object) -> torch.Tensor:
 
 def _converted(call: MqaLogitsCall, plan: _Plan) -> MqaLogitsCall:
     call = validate(call)
-    return call if plan.convert_to is None else _to_native_dialect(call, plan.convert_to)
+    checked: MqaLogitsCall = call if plan.convert_to is None else to_native_dialect(call, plan.convert_to)
+    return checked
 
 
 # Each call asks these; a global is found in less time than an attribute of a module.
@@ -189,8 +194,11 @@ def _plan(call: MqaLogitsCall) -> tuple[_Plan, bool]:
     return plan, prepared.settled
 
 
-def _to_native_dialect(call: MqaLogitsCall, arch: Arch) -> MqaLogitsCall:
-    """On gfx942, fn operands read as fnuz: byte 0x80 scrubbed, and a factor 2 each that goes into ``kv_scale``."""
+def to_native_dialect(call: Any, arch: Arch) -> Any:
+    """On gfx942, fn operands read as fnuz: byte 0x80 scrubbed, and a factor 2 each that goes into ``kv_scale``.
+
+    ``call`` is a record with ``q``, ``k`` and ``kv_scale``, of any operation.
+    """
     q, k, factor = call.q, call.k, 1.0
     if q.dtype is torch.float8_e4m3fn:
         q, factor = fp8.fn_to_fnuz(q), factor * fp8.FN_AS_FNUZ_FACTOR
@@ -286,10 +294,13 @@ def _on_every_rank(call: MqaLogitsCall) -> torch.Tensor:
     """The call on DTensors: rows sharded or not, keys replicated."""
     names = ("q", "k", "kv_scale", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
 
-    def local(parts: dict[str, torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
+    def local(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         q, k, *others = (parts[name] for name in names)
         options = {"clean_logits": call.clean_logits, "max_seqlen_k": call.max_seqlen_k, "out_dtype": call.out_dtype}
-        return fp8_mqa_logits(q, (k, others[0]), *others[1:], **options, out=out, backend=call.backend)  # type: ignore[arg-type]
+        out = parts.get("out")
+        return (fp8_mqa_logits(q, (k, others[0]), *others[1:], **options, out=out, backend=call.backend),)  # type: ignore[arg-type]
 
     operands = dict(zip(names, call[:6], strict=True))
-    return sharded.run(operands, ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke"), call.out, local)
+    rows = ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
+    [result] = sharded.run(operands, rows, {"out": call.out}, call.q.shape[0], local)
+    return result

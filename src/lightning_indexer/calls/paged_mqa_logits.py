@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from lightning_indexer import envs
-from lightning_indexer.arch import arch_of, assumed
-from lightning_indexer.calls import common
+from lightning_indexer.arch import _ASSUMED, arch_of
+from lightning_indexer.calls import common, sharded
 from lightning_indexer.problems.cache_layout import CacheLayout
 from lightning_indexer.problems.mqa_logits import row_stride
 from lightning_indexer.problems.paged_mqa_logits import (
@@ -79,72 +81,130 @@ def fp8_paged_mqa_logits(
         BackendUnavailableError: the backend asked for cannot run this call.
         NotImplementedError: an operand of ``torch.func``'s transforms, a tangent, or ``torch.jit.trace``.
     """
-    call = PagedMqaLogitsCall(
-        q, kv_cache, weights, context_lens, block_tables, max_context_len, layout, indices, clean_logits, out_dtype,
-        out, backend,
+    plain = (
+        type(q) is type(kv_cache) is type(weights) is type(context_lens) is type(block_tables) is _Tensor
+        and (indices is None or type(indices) is _Tensor)
+        and (out is None or type(out) is _Tensor)
+    )
+    if (
+        _is_compiling()
+        or _dispatch_modes()
+        or _functorch() is not None
+        or (
+            (not plain or q.is_meta)
+            and common.needs_operator((q, kv_cache, weights, context_lens, block_tables, indices, out))
+        )
+    ):
+        return _through_operator(
+            PagedMqaLogitsCall(
+                q, kv_cache, weights, context_lens, block_tables, max_context_len, layout, indices, clean_logits,
+                out_dtype, out, backend,
+            )
+        )  # fmt: skip
+    # All that validation, selection and a kernel's preparation read. Calls that agree in it, as the layers of a model
+    # do, plan once.
+    try:
+        facts = (
+            OPERATION, q.shape, q.is_contiguous() or q.stride(), q.dtype,
+            kv_cache.shape, kv_cache.is_contiguous() or kv_cache.stride(), kv_cache.dtype,
+            weights.shape, weights.is_contiguous() or weights.stride(), weights.dtype, weights.is_neg(),
+            context_lens.shape, context_lens.is_contiguous() or context_lens.stride(), context_lens.dtype,
+            block_tables.shape, block_tables.is_contiguous() or block_tables.stride(), block_tables.dtype,
+            # PyTorch has one kind of accelerator, whose devices are told apart by their index; it is -1 elsewhere.
+            q.get_device(), kv_cache.get_device(), weights.get_device(), context_lens.get_device(),
+            block_tables.get_device(),
+            None
+            if q.is_cuda
+            else (q.device, kv_cache.device, weights.device, context_lens.device, block_tables.device),
+            None if indices is None else (indices.shape, indices.stride(), indices.dtype, indices.device),
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+            max_context_len.__class__, max_context_len, layout, clean_logits.__class__, clean_logits, out_dtype,
+            backend, (q.data_ptr() | kv_cache.data_ptr()) & 15, None if _unset(_NAMES) else _selection(), _assumed(),
+        )  # fmt: skip
+        plan = _PLANS.get(facts)
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
+        plan = facts = None
+    # Inside torch.jit.trace and forward-mode differentiation operands are looked at first.
+    if plan is None or _tracing() is not None or forward_ad._current_level >= 0:
+        call = PagedMqaLogitsCall(
+            q, kv_cache, weights, context_lens, block_tables, max_context_len, layout, indices, clean_logits, out_dtype,
+            out, backend,
+        )  # fmt: skip
+        return _first(call, facts)
+    if _is_grad_enabled() and (weights.requires_grad or q.requires_grad):
+        common.warn_of_gradients(OPERATION)
+    if out is None:
+        out = _empty_strided(plan.size, plan.stride, dtype=out_dtype, device=q.device)
+    call = _record(
+        (
+            q, kv_cache, weights, context_lens, block_tables, max_context_len, plan.layout, indices, clean_logits,
+            out_dtype, out, backend,
+        )
     )  # fmt: skip
-    if torch.compiler.is_compiling() or _dispatch_modes() or common.needs_operator(_tensors(call)):
-        return _through_operator(call)
-    return _run(call)
+    plan.run(call if plan.plain else validate(call))
+    return out
 
 
 class _Plan(NamedTuple):
     """What a call comes to, from its facts alone.
 
-    ``run`` is None where there is nothing to write; ``stride`` is that of a result the library allocates; ``layout`` is
-    None where operands have to be converted first.
+    ``size`` and ``stride`` are those of a result the library allocates; ``plain`` is False where operands have to be
+    converted first.
     """
 
-    run: registry.Run | None
-    rows: int
-    stride: int
-    layout: CacheLayout | None
+    run: registry.Run
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    layout: CacheLayout
+    plain: bool
 
 
-def _run(call: PagedMqaLogitsCall) -> torch.Tensor:
-    q, kv_cache, weights, lengths, tables, width, layout, indices, clean, out_dtype, out, backend = call
-    try:
-        facts = (
-            OPERATION, q.shape, q.stride(), q.dtype, q.device, kv_cache.shape, kv_cache.stride(), kv_cache.dtype,
-            kv_cache.device, weights.shape, weights.stride(), weights.dtype, weights.device, weights.is_neg(),
-            lengths.shape, lengths.stride(), lengths.dtype, lengths.device, tables.shape, tables.stride(), tables.dtype,
-            tables.device, width.__class__, width, layout,
-            None if indices is None else (indices.shape, indices.stride(), indices.dtype, indices.device),
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            clean.__class__, clean, out_dtype, backend, (q.data_ptr() | kv_cache.data_ptr()) & 15,
-            envs.selection(), assumed(),
-        )  # fmt: skip
-        plan = common.PLANS.get(facts)
-    except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
-        plan = facts = None
-    if _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0:
-        common.refuse(OPERATION, _tensors(call))
-    if torch.is_grad_enabled() and (getattr(weights, "requires_grad", False) or getattr(q, "requires_grad", False)):
+def _first(call: PagedMqaLogitsCall, facts: object) -> torch.Tensor:
+    """The first call with these facts: checks, selects, and keeps what it came to."""
+    common.refuse(OPERATION, _tensors(call))
+    checked = validate(call)
+    arch = arch_of(call.q.device)
+    check_dialect(checked, arch)
+    check_address(checked.kv_cache)
+    problem = problem_of(checked)
+    prepared = registry.prepare(problem, arch, call.backend, call.q.device)
+    if torch.is_grad_enabled() and (call.weights.requires_grad or call.q.requires_grad):
         common.warn_of_gradients(OPERATION)
-    if plan is None:
-        checked = validate(call)
-        arch = arch_of(q.device)
-        check_dialect(checked, arch)
-        check_address(checked.kv_cache)
-        problem = problem_of(checked)
-        prepared = registry.prepare(problem, arch, backend, q.device)
-        run = prepared.run if problem.rows and problem.width else None
-        stride = row_stride(problem.width, problem.out_dtype)
-        same = all(one is other for one, other in zip(checked, call._replace(layout=checked.layout), strict=True))
-        plan = _Plan(run, problem.rows, stride, checked.layout if same else None)
-        if facts is not None and prepared.settled:
-            common.keep(facts, plan)
-    if out is None:
-        out = torch.empty_strided((plan.rows, width), (plan.stride, 1), dtype=out_dtype, device=q.device)
-    if plan.run is not None:
-        call = call._replace(out=out, layout=plan.layout or layout)
-        plan.run(call if plan.layout is not None else validate(call))
-    return out
+    plan = _Plan(
+        prepared.run if problem.rows and problem.width else _nothing,
+        (problem.rows, problem.width),
+        (row_stride(problem.width, problem.out_dtype), 1),
+        problem.layout,
+        all(one is other for one, other in zip(checked, call._replace(layout=checked.layout), strict=True)),
+    )
+    if call.out is None:
+        checked = checked._replace(
+            out=_empty_strided(plan.size, plan.stride, dtype=call.out_dtype, device=call.q.device)
+        )
+    if plan.plain and (bind := getattr(plan.run, "bind", None)) is not None:
+        plan = plan._replace(run=bind(checked))
+    if facts is not None and prepared.settled:
+        common.keep(facts, plan)
+    plan.run(checked)
+    return checked.result
 
 
+def _nothing(call: PagedMqaLogitsCall) -> None:
+    """What there is to compute without rows or without columns."""
+
+
+# Each call asks these; a global is found in less time than an attribute of a module.
+_PLANS = common.PLANS
+_Tensor, _empty_strided = torch.Tensor, torch.empty_strided
+# Dynamo reads this one as True. What else traces, torch.export's second way too, gives fake tensors.
+_is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
+_selection, _unset, _NAMES, _assumed = envs.selection, envs.VARIABLES.isdisjoint, envs.SELECTION, _ASSUMED.get
+
+# What calling the class does, in a third of the time.
+_record: Callable[[Iterable[Any]], PagedMqaLogitsCall] = functools.partial(tuple.__new__, PagedMqaLogitsCall)
 
 
 def _tensors(call: PagedMqaLogitsCall) -> list[torch.Tensor]:
@@ -205,11 +265,9 @@ def _operator_out(
         for t in (q, kv_cache, weights, context_lens, block_tables)
     )
     layout = CacheLayout(page, head_dim, order, scales, cache_dtype)  # type: ignore[arg-type]
-    _run(
-        PagedMqaLogitsCall(
-            q, kv_cache, weights, context_lens, block_tables, max_context_len, layout, indices, clean_logits, out.dtype,
-            out, backend,
-        )
+    fp8_paged_mqa_logits(
+        q, kv_cache, weights, context_lens, block_tables, max_context_len, layout=layout, indices=indices,
+        clean_logits=clean_logits, out_dtype=out.dtype, out=out, backend=backend,
     )  # fmt: skip
 
 
@@ -230,6 +288,9 @@ def _(*arguments: Any) -> None:
 
 def _through_operator(call: PagedMqaLogitsCall) -> torch.Tensor:
     layout = call.layout
+    if sharded.is_distributed(_tensors(call)):
+        common.refuse(OPERATION, _tensors(call))
+        return _on_every_rank(call)
     if not torch.compiler.is_compiling():  # Dynamo reads no more than it has to; the operators' fakes check
         common.refuse(OPERATION, _tensors(call))
         layout = validate(call).layout
@@ -244,3 +305,23 @@ def _through_operator(call: PagedMqaLogitsCall) -> torch.Tensor:
             raise TypeError(f"out: got dtype {call.out.dtype}, expected {call.out_dtype}, the out_dtype of the call")
         _operator_out(*operands, call.clean_logits, call.out, call.backend)
         return call.out
+
+
+def _on_every_rank(call: PagedMqaLogitsCall) -> torch.Tensor:
+    """The call on DTensors: sequences sharded or not, the cache replicated, as are tables that ``indices`` refer to."""
+    names = ("q", "kv_cache", "weights", "context_lens", "block_tables", "indices")
+    by_rows = ("q", "weights", "context_lens", "block_tables" if call.indices is None else "indices")
+    operands = {name: getattr(call, name) for name in names}
+
+    def local(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        given: dict[str, Any] = {name: parts.get(name) for name in (*names, "out")}
+        part = call._replace(**given)
+        result = fp8_paged_mqa_logits(
+            *part[:6], layout=part.layout, indices=part.indices, clean_logits=part.clean_logits,
+            out_dtype=part.out_dtype, out=part.out, backend=part.backend,
+        )  # fmt: skip
+        return (result,)
+
+    next_n = call.q.shape[1]
+    [result] = sharded.run(operands, by_rows, {"out": call.out}, call.q.shape[0] * next_n, local)
+    return result

@@ -12,24 +12,37 @@ import torch
 
 from lightning_indexer import artifacts
 from lightning_indexer.arch import Arch
+from lightning_indexer.problems import mqa_logits, paged_mqa_logits
+from lightning_indexer.problems.cache_layout import CacheLayout
 from lightning_indexer.problems.mqa_logits import FORMS, Form, MqaLogitsProblem
+from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsProblem
 from lightning_indexer.selection import registry
 
 # Sizes between which heuristics change their mind; kernels take M and N at run time.
-ROWS = (1, 2, 16, 128, 1024, 4096)
+ROWS = (1, 2, 4, 16, 128, 1024, 4096)
 KEYS = (1, 1024, 16384, 131072)
+# Of decode: B and W, and the next_n of speculative decoding; pages are those of the engines' caches.
+BATCHES = ((1, 1024), (512, 131072))
+NEXT_N = (1, 2, 4)
+PAGE = 64
+OPERATIONS = (mqa_logits.OPERATION, paged_mqa_logits.OPERATION)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Problems of one backend that differ little: a process compiles them one after the other."""
+    """Problems of one backend and operation that differ little: a process compiles them one after the other."""
 
     backend: str
     arch: str
-    problems: tuple[MqaLogitsProblem, ...]
+    problems: tuple[Any, ...]
+
+    @property
+    def operation(self) -> str:
+        operation: str = self.problems[0].operation
+        return operation
 
     def __str__(self) -> str:
-        return f"{self.backend} H={self.problems[0].heads} D={self.problems[0].head_dim}"
+        return f"{self.backend} {self.operation} H={self.problems[0].heads} D={self.problems[0].head_dim}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +54,16 @@ class Prebuilt:
     error: str = ""
 
 
-def backends(arch: Arch) -> list[str]:
-    """Those that can compile ahead for an arch, by what they say of a usual problem."""
-    usual = [MqaLogitsProblem(4096, 32768, heads, 128) for heads in (32, 64)]
-    return [name for name, kernel in _precompiled().items() if any(kernel.supports(p, arch) is None for p in usual)]
+def backends(arch: Arch, operation: str = mqa_logits.OPERATION) -> list[str]:
+    """Those that can compile an operation ahead for an arch, by what they say of usual problems."""
+    usual = [problem for heads in (32, 64) for problem in _problems(operation, heads, 128, FORMS, (torch.float32,))]
+    known = _precompiled(operation)
+    return [name for name, kernel in known.items() if any(kernel.supports(p, arch) is None for p in usual)]
 
 
-def _precompiled() -> dict[str, Any]:
-    return {name: kernel for name, kernel in registry.kernels().items() if isinstance(kernel, registry.Precompiled)}
+def _precompiled(operation: str) -> dict[str, Any]:
+    kernels = registry.kernels(operation)
+    return {name: kernel for name, kernel in kernels.items() if isinstance(kernel, registry.Precompiled)}
 
 
 def plan(
@@ -59,40 +74,63 @@ def plan(
     forms: Sequence[Form] = FORMS,
     out_dtypes: Sequence[torch.dtype] = (torch.float32,),
     names: Sequence[str] | None = None,
+    operations: Sequence[str] = OPERATIONS,
 ) -> list[Batch]:
     """What there is to compile.
 
     Args:
         arch: e.g. ``Arch.parse("sm90")``.
         heads, head_dims: H and D of the models that will run.
-        forms, out_dtypes: of their calls.
+        forms, out_dtypes: of their calls; decode has no compressed form.
         names: of backends; None: all that compile ahead for the arch.
+        operations: some of ``OPERATIONS``.
 
     Raises:
-        ValueError: a backend that does not compile ahead.
+        ValueError: an unknown operation, or a backend that compiles none of them ahead.
     """
-    known = _precompiled()
-    chosen = [registry.get(name).name for name in names] if names else backends(arch)
-    for name in chosen:
-        if name not in known:
+    for operation in operations:
+        if operation not in OPERATIONS:
+            raise ValueError(f"operation: got {operation!r}, expected one of {', '.join(OPERATIONS)}")
+    known = {operation: _precompiled(operation) for operation in operations}
+    chosen = [registry.get(name).name for name in names] if names else None
+    for name in chosen or ():
+        able = dict.fromkeys(name for kernels in known.values() for name in kernels)
+        if name not in able:
             raise ValueError(
-                f"backend: got {name!r}, which compiles at its first call, expected one of {', '.join(known)}"
+                f"backend: got {name!r}, which compiles at its first call, expected one of {', '.join(able)}"
             )
     batches = []
-    for name in chosen:
-        for h in heads:
-            for d in head_dims:
-                problems = [
-                    MqaLogitsProblem(
-                        m, n, h, d, out_dtype=dtype, clean_logits=form == "clean",
-                        max_seqlen_k=n if form == "compressed" else 0,
-                    )
-                    for form in forms for dtype in out_dtypes for m in ROWS for n in KEYS
-                ]  # fmt: skip
-                able = tuple(problem for problem in problems if known[name].supports(problem, arch) is None)
-                if able:
-                    batches.append(Batch(name, arch.name, able))
+    for operation, kernels in known.items():
+        for name in backends(arch, operation) if chosen is None else chosen:
+            for h in heads if name in kernels else ():
+                for d in head_dims:
+                    problems = _problems(operation, h, d, forms, out_dtypes)
+                    able_to = tuple(problem for problem in problems if kernels[name].supports(problem, arch) is None)
+                    if able_to:
+                        batches.append(Batch(name, arch.name, able_to))
     return batches
+
+
+def _problems(
+    operation: str, heads: int, head_dim: int, forms: Sequence[Form], out_dtypes: Sequence[torch.dtype]
+) -> list[Any]:
+    """Calls of every size that heuristics tell apart."""
+    if operation == mqa_logits.OPERATION:
+        return [
+            MqaLogitsProblem(
+                m, n, heads, head_dim, out_dtype=dtype, clean_logits=form == "clean",
+                max_seqlen_k=n if form == "compressed" else 0,
+            )
+            for form in forms for dtype in out_dtypes for m in ROWS for n in KEYS
+        ]  # fmt: skip
+    return [
+        PagedMqaLogitsProblem(
+            batch, next_n, width, heads, head_dim, CacheLayout(PAGE, head_dim), -(-width // PAGE), out_dtype=dtype,
+            clean_logits=form == "clean",
+        )
+        for form in forms if form != "compressed" for dtype in out_dtypes for next_n in NEXT_N
+        for batch, width in BATCHES
+    ]  # fmt: skip
 
 
 def run(batches: Sequence[Batch], jobs: int) -> Iterator[Prebuilt]:
@@ -107,7 +145,7 @@ def run(batches: Sequence[Batch], jobs: int) -> Iterator[Prebuilt]:
 
 def compile_batch(batch: Batch) -> Prebuilt:
     """Compiles one batch, in this process; a kernel that cannot be read back from the disk cache counts as failed."""
-    kernel, arch = registry.kernel(batch.backend), Arch.parse(batch.arch)
+    kernel, arch = registry.kernel(batch.backend, batch.operation), Arch.parse(batch.arch)
     kernels: dict[str, None] = {}
     errors: dict[str, None] = {}
     for problem in batch.problems:

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from lightning_indexer import envs
 from lightning_indexer.arch import arch_of, assumed
-from lightning_indexer.calls import common
+from lightning_indexer.calls import common, sharded
 from lightning_indexer.problems.top_k import (
     OPERATION,
     IndexBase,
@@ -87,6 +87,10 @@ def top_k_per_row(
         logits, k, row_starts, row_ends, index_base, offsets, page_table, page_size, order, tie, values, out, workspace,
         backend,
     )  # fmt: skip
+    return _any_way(call)
+
+
+def _any_way(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if torch.compiler.is_compiling() or _dispatch_modes() or common.needs_operator(_tensors(call)):
         return _through_operator(call)
     return _run(call)
@@ -255,6 +259,8 @@ def _empty(logits: torch.Tensor, k: int, values: bool) -> tuple[torch.Tensor, to
 def _through_operator(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if not torch.compiler.is_compiling():
         common.refuse(OPERATION, _tensors(call))
+    if sharded.is_distributed(_tensors(call)):
+        return _on_every_rank(call)
     with torch.no_grad():
         if call.out is None and call.workspace is None and not isinstance(call.values, torch.Tensor):
             indices, scores = _operator(*call[:10], call.values is True, call.backend)
@@ -264,3 +270,18 @@ def _through_operator(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor,
         values = call.values if isinstance(call.values, torch.Tensor) else new_scores if call.values is True else None
         _operator_out(*call[:10], values, out, call.workspace, call.backend)
         return out if values is None else (out, values)
+
+
+def _on_every_rank(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The call on DTensors, rows sharded or not: a row is whole on its rank."""
+    names = ("logits", "row_starts", "row_ends", "offsets", "page_table")
+    operands = {name: getattr(call, name) for name in names}
+    outs = {"values": call.values if isinstance(call.values, torch.Tensor) else None, "out": call.out}
+
+    def local(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        given: dict[str, Any] = {name: parts.get(name) for name in (*names, "out")}
+        found = _any_way(call._replace(**given, values=parts.get("values", call.values)))
+        return found if isinstance(found, tuple) else (found,)
+
+    results = sharded.run(operands, names, outs, call.logits.shape[0], local)
+    return results[0] if len(results) == 1 else (results[0], results[1])

@@ -33,6 +33,7 @@ from lightning_indexer.check.cases import (
 )
 from lightning_indexer.check.guarded import GuardedOutput
 from lightning_indexer.check.verify import Finding, SimulatedCase
+from lightning_indexer.check.wrong import Wrong
 from lightning_indexer.fp8 import E4M3FNUZ_MAX, quantize_k
 from lightning_indexer.problems.accuracy import calc_diff
 from lightning_indexer.problems.mqa_logits import (
@@ -304,9 +305,11 @@ def judge(
     exact, unquantised, parts = oracles.map(lambda full: compress(full, ks, width)) if width else oracles
 
     faults: list[str] = []
+    where = Wrong()
 
     def count(what: str, wrong: torch.Tensor) -> None:
         if number := int(wrong.sum()):
+            where.note(wrong)
             faults.append(f"{what.format(number)}, the first at {_first(wrong)}")
 
     if not output.intact():
@@ -322,6 +325,7 @@ def judge(
     error = (logits.float() - exact).abs_().masked_fill_(~inside, 0.0)
     off = error > bounds.of_sum * parts + bounds.of_value * exact.abs()
     if number := int(off.sum()):
+        where.note(off)
         row, column = _first(off)
         faults.append(
             f"{number} of {int(inside.sum())} logits are off by more than {bounds.of_sum:.0e} of what they sum, the "
@@ -333,7 +337,7 @@ def judge(
         bound = max(MAX_DIFF_UNQUANTISED, (1 + MAX_ADDED_SHARE) * calc_diff(exact, unquantised, inside))
         if not diff_unquantised <= bound:
             faults.append(f"calc_diff {diff_unquantised:.2e} to unquantised, allowed {bound:.2e}")
-    return Finding(tuple(faults), diff, diff_unquantised, worst, case.out_dtype)
+    return Finding(tuple(faults), diff, diff_unquantised, worst, case.out_dtype, where.positions())
 
 
 def _first(wrong: torch.Tensor) -> list[int]:

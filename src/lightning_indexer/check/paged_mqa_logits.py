@@ -16,6 +16,7 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.calls.paged_mqa_logits import fp8_paged_mqa_logits
 from lightning_indexer.check.guarded import GuardedOutput
 from lightning_indexer.check.verify import Finding, SimulatedCase
+from lightning_indexer.check.wrong import Wrong
 from lightning_indexer.fp4 import BLOCK, quantize_fp4
 from lightning_indexer.problems.accuracy import calc_diff
 from lightning_indexer.problems.cache_layout import CacheLayout, Order, Scales
@@ -253,14 +254,17 @@ def call_backend(backend: str) -> Call:
 
 
 def run_case(
-    case: Case, backend: str, device: torch.device, *, repeats: int = 0, call: Call | None = None
-) -> list[str]:
+    case: Case, backend: str, device: torch.device, *, repeats: int = 0, call: Call | None = None,
+    wrong: Wrong | None = None,
+) -> list[str]:  # fmt: skip
     """Runs one case and gives what is wrong with its result, nothing where it passes.
 
     Args:
         repeats: how often to run it again, bitwise the same each time.
         call: what to run in place of the public call on ``backend``.
+        wrong: takes where it is wrong.
     """
+    wrong = wrong or Wrong()
     call = call or call_backend(backend)
     inputs = make_inputs(case, device)
     expected = reference_paged_logits(
@@ -274,8 +278,9 @@ def run_case(
     faults = [] if guarded.intact() else ["wrote outside of the result"]
     unwritten = guarded.unwritten() if case.clean else guarded.unwritten() & inside
     if count := int(unwritten.sum()):
+        wrong.note(unwritten)
         faults.append(f"{count} positions never written")
-    faults += compare(case, guarded.view, expected, inside)
+    faults += compare(case, guarded.view, expected, inside, wrong)
     for _ in range(repeats):
         again = GuardedOutput(case.batch * case.next_n, case.width, case.out_dtype, device)
         call(case, inputs, again.view)
@@ -286,21 +291,28 @@ def run_case(
     return faults
 
 
-def compare(case: Case, found: torch.Tensor, expected: torch.Tensor, inside: torch.Tensor) -> list[str]:
-    """How a result differs from the reference's."""
+def compare(
+    case: Case, found: torch.Tensor, expected: torch.Tensor, inside: torch.Tensor, wrong: Wrong | None = None
+) -> list[str]:
+    """How a result differs from the reference's; ``wrong`` takes where."""
     faults = []
-    if case.clean and (wrong := int((torch.isneginf(found) == inside).sum())):
-        faults.append(f"-inf at {wrong} wrong positions")
+    wrong = wrong or Wrong()
+    if case.clean and (count := int((misplaced := torch.isneginf(found) == inside).sum())):
+        wrong.note(misplaced)
+        faults.append(f"-inf at {count} wrong positions")
     logits, right = found.float()[inside], expected[inside]
     if bool(logits.isnan().any()):
+        wrong.note(found.isnan() & inside)
         faults.append(f"{int(logits.isnan().sum())} NaN inside")
     elif logits.numel():
         if bool((torch.signbit(logits) & (logits == 0)).any()):
             faults.append("-0.0 inside")
         # Hopper's tensor cores keep about 14 bits of a sum.
         step = 2**-7 if case.out_dtype is torch.bfloat16 else 2e-3
-        if wrong := int(((logits - right).abs() > step * right.abs() + 1e-3 * right.abs().amax()).sum()):
-            faults.append(f"{wrong} of {logits.numel()} logits are off")
+        off = (logits - right).abs() > step * right.abs() + 1e-3 * right.abs().amax()
+        if count := int(off.sum()):
+            wrong.note(torch.zeros_like(inside).masked_scatter_(inside, off))
+            faults.append(f"{count} of {logits.numel()} logits are off")
         if (diff := calc_diff(found.float(), expected, inside)) >= MAX_DIFF[case.out_dtype]:
             faults.append(f"calc_diff {diff:.2e}, allowed {MAX_DIFF[case.out_dtype]:.0e}")
     return faults
@@ -323,7 +335,9 @@ class PagedMqaLogitsSuite:
         return 16 * keys * case.head_dim + 24 * rows * case.width + 2**30
 
     def check(self, case: Case, backend: str, device: torch.device, *, repeats: int) -> Finding:
-        return Finding(tuple(run_case(case, backend, device, repeats=repeats)), dtype=case.out_dtype)
+        wrong = Wrong()
+        faults = run_case(case, backend, device, repeats=repeats, wrong=wrong)
+        return Finding(tuple(faults), dtype=case.out_dtype, wrong=wrong.positions())
 
     def simulated_cases(
         self, arch: Arch, backends: Sequence[str], *, seed: int = 0, thorough: bool = False,
@@ -337,5 +351,4 @@ class PagedMqaLogitsSuite:
         ]
 
     def check_simulated(self, case: SimulatedCase) -> Finding:
-        faults = run_case(case.case, case.backend, torch.device("cpu"))
-        return Finding(tuple(faults), dtype=case.case.out_dtype)
+        return self.check(case.case, case.backend, torch.device("cpu"), repeats=0)

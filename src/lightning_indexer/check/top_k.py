@@ -15,6 +15,7 @@ import torch
 from lightning_indexer.arch import Arch
 from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.check.verify import Finding, SimulatedCase
+from lightning_indexer.check.wrong import Wrong
 from lightning_indexer.problems.top_k import OPERATION, IndexBase, Order, Tie, TopKProblem, reference_top_k
 
 POISON = -0x3F3F3F3F  # no index is as small
@@ -245,13 +246,15 @@ def call_backend(backend: str) -> Call:
 
 
 def run_case(
-    case: Case, backend: str, device: torch.device, *, repeats: int = 0, call: Call | None = None
-) -> list[str]:
+    case: Case, backend: str, device: torch.device, *, repeats: int = 0, call: Call | None = None,
+    wrong: Wrong | None = None,
+) -> list[str]:  # fmt: skip
     """Runs one case and gives what is wrong with its result, nothing where it passes.
 
     Args:
         repeats: how often to run it again, bitwise the same each time, and on fewer rows at another stride.
         call: what to run in place of the public call on ``backend``.
+        wrong: takes which slots of the indices are wrong.
     """
     call = call or call_backend(backend)
     inputs = make_inputs(case, device)
@@ -260,7 +263,7 @@ def run_case(
         inputs.logits, case.k, inputs.starts, inputs.ends, index_base=case.base, offsets=inputs.offsets,
         page_table=inputs.page_table, page_size=PAGE_SIZE, order=case.order, tie=case.tie,
     )  # fmt: skip
-    faults += compare(case, indices, values, expected, scores)
+    faults += compare(case, indices, values, expected, scores, wrong)
     for _ in range(repeats):
         again, _, _ = _guarded(case, inputs, call)
         if not torch.equal(*(_comparable(case, found) for found in (again, indices))):
@@ -272,16 +275,19 @@ def run_case(
 
 
 def compare(
-    case: Case, indices: torch.Tensor, values: torch.Tensor | None, expected: torch.Tensor, scores: torch.Tensor
-) -> list[str]:
-    """How a result differs from the reference's."""
+    case: Case, indices: torch.Tensor, values: torch.Tensor | None, expected: torch.Tensor, scores: torch.Tensor,
+    wrong: Wrong | None = None,
+) -> list[str]:  # fmt: skip
+    """How a result differs from the reference's; ``wrong`` takes where."""
     faults = []
     found, right = _comparable(case, indices), _comparable(case, expected)
-    if wrong := int((found != right).any(dim=1).sum()):
+    if count := int((found != right).any(dim=1).sum()):
+        if wrong is not None:
+            wrong.note(found != right)
         row = int((found != right).any(dim=1).int().argmax())
         missing = sorted(set(right[row].tolist()) - set(found[row].tolist()))[:4]
         extra = sorted(set(found[row].tolist()) - set(right[row].tolist()))[:4]
-        faults.append(f"{wrong} rows differ, the first is {row}: without {missing}, with {extra}")
+        faults.append(f"{count} rows differ, the first is {row}: without {missing}, with {extra}")
     if values is not None:
         if case.order == "any":
             values, scores = values.sort(dim=1).values, scores.sort(dim=1).values
@@ -330,7 +336,9 @@ class TopKSuite:
         return 48 * case.rows * case.width + 2**30
 
     def check(self, case: Case, backend: str, device: torch.device, *, repeats: int) -> Finding:
-        return Finding(tuple(run_case(case, backend, device, repeats=repeats)), dtype=case.dtype)
+        wrong = Wrong()
+        faults = run_case(case, backend, device, repeats=repeats, wrong=wrong)
+        return Finding(tuple(faults), dtype=case.dtype, wrong=wrong.positions())
 
     def simulated_cases(
         self, arch: Arch, backends: Sequence[str], *, seed: int = 0, thorough: bool = False,
@@ -343,5 +351,4 @@ class TopKSuite:
         ]
 
     def check_simulated(self, case: SimulatedCase) -> Finding:
-        faults = run_case(case.case, case.backend, torch.device("cpu"))
-        return Finding(tuple(faults), dtype=case.case.dtype)
+        return self.check(case.case, case.backend, torch.device("cpu"), repeats=0)

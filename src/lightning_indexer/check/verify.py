@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from lightning_indexer.arch import Arch
+from lightning_indexer.check.wrong import WrongPositions
 from lightning_indexer.selection import registry
 
 Status = Literal["pass", "fail", "unsupported", "dropped"]
@@ -29,6 +30,7 @@ class Finding:
         diff, diff_unquantised: calc_diff to float32 on the dequantised operands, and on the unquantised ones.
         worst: the largest error of one element, in parts of what it may be made of.
         dtype: of the result.
+        wrong: where it is wrong; None where nothing is, or where a suite does not say.
     """
 
     faults: tuple[str, ...] = ()
@@ -36,6 +38,7 @@ class Finding:
     diff_unquantised: float | None = None
     worst: float | None = None
     dtype: torch.dtype = torch.float32
+    wrong: WrongPositions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +124,12 @@ class Suite(Protocol):
 # By operation, where its suite is defined.
 _SUITES = {
     "fp8_mqa_logits": "mqa_logits:MqaLogitsSuite",
+    "fp8_mqa_topk": "mqa_topk:MqaTopKSuite",
     "fp8_paged_mqa_logits": "paged_mqa_logits:PagedMqaLogitsSuite",
     "gather_k_cache": "gather_k_cache:GatherKCacheSuite",
     "insert_k_cache": "insert_k_cache:InsertKCacheSuite",
     "prepare_q": "prepare_q:PrepareQSuite",
+    "fp8_paged_mqa_topk": "paged_mqa_topk:PagedMqaTopKSuite",
     "top_k_per_row": "top_k:TopKSuite",
 }
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from lightning_indexer.arch import arch_of
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.check.cases import flop, positions_in_windows
 from lightning_indexer.chunking import Chunk, Request, plan_chunks
+from lightning_indexer.cli import common
+from lightning_indexer.cli.tables import Column, Table
 from lightning_indexer.fp8 import quantize_k, quantize_q
 from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
 from lightning_indexer.selection import registry as dispatch
@@ -36,48 +36,65 @@ class _Batch:
     needles: list[tuple[int, int, int]]  # (request, row within it, key position)
 
 
-def run_demo(device: torch.device, picture: Path, seed: int, console: Console) -> bool:
-    """Runs the demo and prints it. True when every planted key was found in its query's top-k."""
+def run_demo(device: torch.device, picture: Path, seed: int, *, quiet: bool = False) -> dict[str, Any]:
+    """Runs the demo; prints it unless ``quiet``. Gives what it shows: how many keys were ``planted``, how many were
+    ``found`` in their query's top-k, and the ``chunks``."""
     batch = _make_batch(device, seed)
     chunks = plan_chunks(REQUESTS, max_logits_bytes=MAX_LOGITS_BYTES)
-    console.print(
+    heading = (
         f"{len(REQUESTS)} requests, {sum(r.new for r in REQUESTS)} query rows, {sum(map(len, batch.keys))} keys,"
-        f" H={HEADS} D={HEAD_DIM} on {device}; logits under {MAX_LOGITS_BYTES >> 20} MiB a chunk\n",
-        highlight=False,
+        f" H={HEADS} D={HEAD_DIM} on {device}; logits under {MAX_LOGITS_BYTES >> 20} MiB a chunk\n"
     )
+    if not quiet:
+        common.lines([heading])
     quantised = [quantize_k(keys) for keys in batch.keys]
     q_fp8 = quantize_q(batch.q)
-    table = Table("chunk", "rows M", "keys N", "requests", "backend", "ms", "GFLOP/s", "in windows")
+    table = Table(
+        ("chunk", Column("rows M", "rows"), Column("keys N", "keys"), "requests", "backend", Column("ms", format=".1f"),
+         Column("GFLOP/s", "gflops", ".0f"), Column("in windows", "in_windows", ".0%"))
+    )  # fmt: skip
     selected: dict[tuple[int, int], list[int]] = {}
     widest: tuple[torch.Tensor, Chunk] | None = None
-    for index, chunk in enumerate(track(chunks, "scoring", console=console, transient=True)):
-        k_fp8 = torch.cat([quantised[s.request][0].view(torch.uint8) for s in chunk.slices]).view(torch.float8_e4m3fn)
-        kv_scale = torch.cat([quantised[s.request][1] for s in chunk.slices])
-        ks, ke = chunk.windows(device)
-        rows = slice(chunk.token_start, chunk.token_stop)
-        logits, seconds = _timed(q_fp8[rows], k_fp8, kv_scale, batch.weights[rows], ks, ke)
-        indices = top_k_per_row(logits, TOPK, ks, ke)
-        assert isinstance(indices, torch.Tensor)  # no values were asked for
-        _collect(indices, chunk, selected)
-        problem = MqaLogitsProblem(chunk.rows, chunk.keys, HEADS, HEAD_DIM)
-        positions = positions_in_windows(ks, ke, chunk.keys)
-        table.add_row(
-            str(index), str(chunk.rows), str(chunk.keys), ", ".join(str(s.request) for s in chunk.slices),
-            dispatch.select(problem, arch_of(device)).name, f"{1e3 * seconds:.1f}",
-            f"{flop(HEADS, HEAD_DIM, positions) / seconds / 1e9:.0f}", f"{100 * positions / logits.numel():.0f}%",
-        )  # fmt: skip
-        if widest is None or len(chunk.slices) > len(widest[1].slices):
-            widest = (logits, chunk)
-    console.print(table)
+    with common.progress() as progress:
+        task = progress.add_task("scoring", total=len(chunks))
+        for index, chunk in enumerate(chunks):
+            logits = _score(index, chunk, batch, quantised, q_fp8, device, table, selected)
+            progress.update(task, advance=1)
+            if widest is None or len(chunk.slices) > len(widest[1].slices):
+                widest = (logits, chunk)
     found = sum(key in selected[request, row] for request, row, key in batch.needles)
-    console.print(
-        f"\nplanted keys found in the top-{TOPK} of their query: [bold]{found} / {len(batch.needles)}[/]"
-        f" (by chance {_chance(batch):.1f} would be)",
-        highlight=False,
-    )
+    if not quiet:
+        common.show(table)
+        common.lines([
+            f"\nplanted keys found in the top-{TOPK} of their query: {found} / {len(batch.needles)}"
+            f" (by chance {_chance(batch):.1f} would be)"
+        ])  # fmt: skip
     assert widest is not None
-    _draw(*widest, batch, picture, console)
-    return found == len(batch.needles)
+    _draw(*widest, batch, picture)
+    return {"planted": len(batch.needles), "found": found, "chunks": table.records(), "device": str(device)}
+
+
+def _score(
+    index: int, chunk: Chunk, batch: _Batch, quantised: list[tuple[torch.Tensor, torch.Tensor]], q_fp8: torch.Tensor,
+    device: torch.device, table: Table, selected: dict[tuple[int, int], list[int]],
+) -> torch.Tensor:  # fmt: skip
+    """One chunk's logits; its line goes into the table, what it selects into ``selected``."""
+    k_fp8 = torch.cat([quantised[s.request][0].view(torch.uint8) for s in chunk.slices]).view(torch.float8_e4m3fn)
+    kv_scale = torch.cat([quantised[s.request][1] for s in chunk.slices])
+    ks, ke = chunk.windows(device)
+    rows = slice(chunk.token_start, chunk.token_stop)
+    logits, seconds = _timed(q_fp8[rows], k_fp8, kv_scale, batch.weights[rows], ks, ke)
+    indices = top_k_per_row(logits, TOPK, ks, ke)
+    assert isinstance(indices, torch.Tensor)  # no values were asked for
+    _collect(indices, chunk, selected)
+    problem = MqaLogitsProblem(chunk.rows, chunk.keys, HEADS, HEAD_DIM)
+    positions = positions_in_windows(ks, ke, chunk.keys)
+    table.add(
+        index, chunk.rows, chunk.keys, ", ".join(str(s.request) for s in chunk.slices),
+        dispatch.select(problem, arch_of(device)).name, 1e3 * seconds,
+        flop(HEADS, HEAD_DIM, positions) / seconds / 1e9, positions / logits.numel(),
+    )  # fmt: skip
+    return logits
 
 
 def _make_batch(device: torch.device, seed: int) -> _Batch:
@@ -129,11 +146,11 @@ def _chance(batch: _Batch) -> float:
     return sum(min(1.0, TOPK / (REQUESTS[request].context + row + 1)) for request, row, _ in batch.needles)
 
 
-def _draw(logits: torch.Tensor, chunk: Chunk, batch: _Batch, picture: Path, console: Console) -> None:
+def _draw(logits: torch.Tensor, chunk: Chunk, batch: _Batch, picture: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        console.print("no picture: pip install 'lightning-indexer\\[cli]' brings matplotlib")
+        common.err.print("no picture: `pip install matplotlib` brings what draws it", markup=False, highlight=False)
         return
     scores = logits.float().cpu()
     inside = scores.isfinite()
@@ -168,4 +185,4 @@ def _draw(logits: torch.Tensor, chunk: Chunk, batch: _Batch, picture: Path, cons
     figure.colorbar(image, label="logit")
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
-    console.print(f"wrote {picture}", highlight=False)
+    common.err.print(f"wrote {picture}", markup=False, highlight=False, soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,11 +12,12 @@ import typer
 
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.cli import common
-from lightning_indexer.cli.common import err
+from lightning_indexer.cli.common import DeviceOption, JsonOption, err
+from lightning_indexer.e2e import decode as decoder
 from lightning_indexer.e2e import report, traces
 from lightning_indexer.e2e import run as runner
 from lightning_indexer.e2e.dims import MODELS
-from lightning_indexer.e2e.stack import TORCH
+from lightning_indexer.e2e.stack import FUSED, TORCH
 from lightning_indexer.selection import registry as dispatch
 
 GPU_CONTEXTS, CPU_CONTEXTS = "32768,65536,131072", "1024,2048"
@@ -25,10 +25,15 @@ GPU_STEP, CPU_STEP = 16384, 1024
 
 
 def e2e(
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: cuda where there is one.")] = None,
+    device: DeviceOption = None,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "glm-5.2",
     context: Annotated[
-        str | None, typer.Option(help=f"Prompt lengths. Default: {GPU_CONTEXTS} on a GPU, {CPU_CONTEXTS} on a CPU.")
+        list[str] | None,
+        typer.Option(
+            "--context",
+            "--contexts",
+            help=f"Prompt lengths. Default: {GPU_CONTEXTS} on a GPU, {CPU_CONTEXTS} on a CPU.",
+        ),
     ] = None,
     a: Annotated[
         str | None,
@@ -38,8 +43,8 @@ def e2e(
     select_a: Annotated[
         str | None,
         typer.Option(
-            help=f"What selects on side A: {TORCH}, policy, or a backend. Default: {TORCH}; policy where --a or --b is"
-            " given, so that the sides differ in one thing."
+            help=f"What selects on side A: {TORCH}, policy, a backend, or {FUSED}: the call that scores. Default:"
+            f" {TORCH}; policy where --a or --b is given, so that the sides differ in one thing."
         ),
     ] = None,
     select_b: Annotated[str, typer.Option(help="Likewise on side B.")] = runner.POLICY,
@@ -52,9 +57,14 @@ def e2e(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each side, in turn: A B A B.")] = 2,
     needles: Annotated[int, typer.Option(min=1, help="Planted tokens that later tokens ask for.")] = 16,
     rows: Annotated[int, typer.Option(min=1, help="Rows of each layer held against the float32 reference.")] = 64,
+    decode: Annotated[int, typer.Option(min=0, help="Decode steps of each side after the prefill; 0: none.")] = 0,
+    batch: Annotated[
+        list[str] | None, typer.Option("--batch", "--batches", help="Sequences of a decode step. Default: 1,8,64.")
+    ] = None,
     trace: Annotated[bool, typer.Option(help="Record a kernel trace of each side, and sum it by kernel.")] = True,
     results: Annotated[Path, typer.Option(help="Folder for e2e.md, e2e.json and traces.")] = Path("results/e2e"),
     seed: Annotated[int, typer.Option(help="Seed of weights, prompt and sampled rows.")] = 0,
+    as_json: JsonOption = False,
 ) -> None:
     """Prefill a stack of sparse-attention layers with two sides in turn: TTFT, shares, needles, top-k, kernel trace.
 
@@ -63,8 +73,10 @@ def e2e(
 
     Examples: `lightning-indexer e2e --device cpu --context 1024`,
     `lightning-indexer e2e --device cuda --context 131072 --select-a torch.topk --select-b cuda-sm90`,
+    `lightning-indexer e2e --device cuda --context 32768,131072 --select-a policy --select-b fused`,
     `lightning-indexer e2e --device cuda --model glm-5.2 --context 32768,131072 --a triton-portable --b cuda-sm90`,
-    `lightning-indexer e2e --device cuda --model deepseek-v3.2 --layers 2 --repeats 3 --no-trace`
+    `lightning-indexer e2e --device cuda --model deepseek-v3.2 --layers 2 --repeats 3 --no-trace`,
+    `lightning-indexer e2e --device cuda --context 32768 --decode 256 --batch 1,8,64`
     """
     where = common.device(device)
     on_gpu = where.type == "cuda"
@@ -91,6 +103,7 @@ def e2e(
         calls = [call for context in contexts for call in runner.problems(dims, context, step, budget, selection)]
         selecting = runner.selections(dims, calls)
         ran.append((_ran(f"--{side}", scoring, arch, calls), _ran(f"--select-{side}", selection, arch, selecting)))
+    batches = common.ints("--batch", batch or "1,8,64")
     common.writable_folder("--results", results)
     plan = runner.Plan(
         dims=dims, layers=layers or dims.layers, contexts=tuple(contexts), backends=sides,
@@ -103,16 +116,23 @@ def e2e(
     from lightning_indexer.bench import environment
 
     with common.progress() as progress:
-        task = progress.add_task("e2e", total=runner.steps(plan))
+        extra = len(contexts) * len(batches) if decode else 0
+        task = progress.add_task("e2e", total=runner.steps(plan) + extra)
 
         def begins(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
         found = runner.run(plan, where, arch, begins)
+        decoded = decoder.after(plan, where, batches, decode, begins) if decode else []
     facts = environment.record(where)
     text = report.markdown(plan, found, facts, shlex.join(["lightning-indexer", *sys.argv[1:]]))
-    typer.echo(text)
+    if decoded:
+        text += "\n" + decoder.markdown(plan, decoded)
     paths = report.write(results, text, plan, found, facts)
+    if as_json:
+        common.say(next(path for path in paths if path.suffix == ".json").read_text().rstrip())
+    else:
+        common.show_markdown(text)
     err.print("wrote " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
     failed = report.failures(found)
     for line in failed:
@@ -126,27 +146,27 @@ def trace_diff(
     b: Annotated[Path, typer.Argument(help="Trace of side B.")],
     group: Annotated[
         list[str] | None,
-        typer.Option(help=f"Regular expression; kernels whose names hold it are one row. Default: {traces.SCORING}."),
+        typer.Option(
+            help=f"Regular expression, whole; kernels whose names hold it are one row. Default: {traces.SCORING}."
+        ),
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Kernels to list, largest difference first.")] = 30,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write every row here too.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Two kernel traces, summed by kernel: launches, total time, ratio. Traces of vLLM and SGLang will do.
 
     Examples: `lightning-indexer trace-diff results/e2e/a.json.gz results/e2e/b.json.gz`,
     `lightning-indexer trace-diff a.pt.trace.json.gz b.pt.trace.json.gz --group '^(?!.*paged).*mqa_logits' --group topk`
     """
-    if json_path is not None:
-        common.writable_file("--json", json_path)
     with common.bad_parameter(None):
         found = traces.diff(traces.load(a), traces.load(b), group or (traces.SCORING,))
-    typer.echo(f"A: {a}\nB: {b}\n")
-    typer.echo(report.trace_markdown(found, top))
+    if as_json:
+        common.show_json(report.trace_records(found))
+    else:
+        common.show_markdown(f"A: {a}\nB: {b}\n\n{report.trace_markdown(found, top)}")
     for row in found.groups:
         if not row.a.launches and not row.b.launches:
             err.print(f"no kernel of either trace has a name with {row.name!r}", markup=False, highlight=False)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report.trace_records(found), indent=1) + "\n")
 
 
 def _backend(name: str | None) -> str | None:
@@ -157,7 +177,7 @@ def _backend(name: str | None) -> str | None:
 def _ran(option: str, name: str | None, arch: Arch, calls: Sequence[Any]) -> dict[str, int]:
     """What one side comes to, checked: it must run every one of the calls here."""
     with common.bad_parameter(option):
-        if name is not None and (name != TORCH or not option.startswith("--select")):
+        if name is not None and (name not in (TORCH, FUSED) or not option.startswith("--select")):
             dispatch.get(name)
         try:
             return runner.ran(calls, arch, name)

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
 
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.calls import prebuild as builder
 from lightning_indexer.cli import common
-from lightning_indexer.cli.common import err, out
+from lightning_indexer.cli.common import BackendOption, FormOption, HeadDimOption, HeadsOption, JsonOption, err
+from lightning_indexer.cli.tables import Table
 from lightning_indexer.problems.mqa_logits import FORMS
 from lightning_indexer.selection import registry as dispatch
 
@@ -24,19 +24,21 @@ def prebuild(
     arch: Annotated[
         str | None, typer.Option(help="An arch, e.g. sm90; no such device is needed. Default: this machine's GPU.")
     ] = None,
-    heads: Annotated[str, typer.Option(help="Heads of the models to serve, comma-separated.")] = "32,64",
-    head_dim: Annotated[str, typer.Option(help="Head dims, comma-separated.")] = "128",
-    form: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(FORMS)}; repeat for several. Default: all.")
+    heads: HeadsOption = None,
+    head_dim: HeadDimOption = None,
+    form: FormOption = None,
+    out_dtype: Annotated[
+        list[str] | None, typer.Option("--out-dtype", "--out-dtypes", help="float32, bfloat16. Default: float32.")
     ] = None,
-    out_dtype: Annotated[str, typer.Option(help="float32, bfloat16 or both, comma-separated.")] = "float32",
-    backend: Annotated[list[str] | None, typer.Option(help="Only this backend; repeat for several.")] = None,
+    backend: BackendOption = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one a core.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Compile kernels ahead, e.g. while an image is built, so that a server's first requests find them on disk.
 
-    They go where LIGHTNING_INDEXER_CACHE_DIR says, and are found again by the same versions of this library and of the
-    compilers. Triton's kernels are not among them: Triton compiles at the first call, into a cache of its own.
+    By default for H 32 and 64, D 128, and every form. They go where LIGHTNING_INDEXER_CACHE_DIR says, and are found
+    again by the same versions of this library and of the compilers. Triton's kernels are not among them: Triton
+    compiles at the first call, into a cache of its own.
 
     Examples: `lightning-indexer prebuild --arch sm90`,
     `lightning-indexer prebuild --arch gfx942 --heads 32 --backend flydsl`,
@@ -46,17 +48,17 @@ def prebuild(
         raise typer.BadParameter("no GPU is here to take the arch from: name one, e.g. sm90", param_hint="--arch")
     with common.bad_parameter("--arch"):
         target = Arch.parse(arch) if arch else arch_of("cuda")
-    forms = [common.one_of("--form", name, FORMS) for name in form or FORMS]
-    dtypes = [_DTYPES[name] for name in common.names("--out-dtype", out_dtype, tuple(_DTYPES))]
+    forms = common.names("--form", form or FORMS, FORMS)
+    dtypes = [_DTYPES[name] for name in common.names("--out-dtype", out_dtype or "float32", tuple(_DTYPES))]
+    chosen_heads = common.ints("--heads", heads or "32,64")
+    chosen_dims = common.ints("--head-dim", head_dim or "128")
+    backend = common.backend_names(backend)
     with common.bad_parameter("--backend"):
-        batches = builder.plan(
-            target, common.ints("--heads", heads), common.ints("--head-dim", head_dim),
-            forms=forms, out_dtypes=dtypes, names=backend,
-        )  # fmt: skip
+        batches = builder.plan(target, chosen_heads, chosen_dims, forms=forms, out_dtypes=dtypes, names=backend)
     if not batches:
         raise typer.BadParameter(
-            f"nothing for {target.name} with H={heads}, D={head_dim} is compiled ahead; `lightning-indexer explain "
-            f"--arch {target.name}` says what runs there",
+            f"nothing for {target.name} with H={_list(chosen_heads)}, D={_list(chosen_dims)} is compiled ahead; "
+            f"`lightning-indexer explain --arch {target.name}` says what runs there",
             param_hint="--arch",
         )
     for name in dict.fromkeys(batch.backend for batch in batches):
@@ -80,12 +82,20 @@ def prebuild(
             kernels.setdefault(done.batch.backend, {}).update(dict.fromkeys(done.kernels))
             if done.error:
                 errors.append(f"FAIL {done.batch}: {done.error}")
-    table = Table("backend", "kernels", title=target.name, title_justify="left")
+    table = Table(("backend", "kernels"), target.name)
     for name, found in kernels.items():
-        table.add_row(name, str(len(found)))
-    out.print(table)
-    out.print(f"in {folder}", markup=False, highlight=False, soft_wrap=True)
+        table.add(name, len(found))
+    if as_json:
+        names = {name: list(found) for name, found in kernels.items()}
+        common.show_json({"arch": target.name, "folder": folder, "kernels": names, "errors": errors})
+    else:
+        common.show(table)
+        common.say(f"in {folder}")
     for line in errors:
         err.print(line, markup=False, highlight=False, soft_wrap=True)
     if errors or not any(kernels.values()):
         raise typer.Exit(1)
+
+
+def _list(numbers: list[int]) -> str:
+    return ",".join(map(str, numbers))

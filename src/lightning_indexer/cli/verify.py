@@ -7,62 +7,82 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.check.cases import WINDOWS
 from lightning_indexer.cli import common
-from lightning_indexer.cli.common import err, out
+from lightning_indexer.cli.common import (
+    BackendOption,
+    DeviceOption,
+    HeadDimOption,
+    HeadsOption,
+    JsonOption,
+    WindowOption,
+    err,
+)
+from lightning_indexer.cli.tables import Column, Table
 from lightning_indexer.selection import registry
 
 if TYPE_CHECKING:
     from lightning_indexer.check.verify import Outcome, SimulatedCase, Summary
 
-# Failures of a backend that are shown one by one; the others are counted.
+# Failures of a backend that are shown one by one, the others are counted; and maps in one picture.
 SHOWN = 10
+DRAWN = 8
 
 
 def verify(
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: cuda where there is one.")] = None,
-    backend: Annotated[
-        list[str] | None, typer.Option(help="A backend's name; repeat for several. Default: all that can run.")
+    device: DeviceOption = None,
+    backend: BackendOption = None,
+    operation: Annotated[
+        list[str] | None, typer.Option("--operation", "--operations", help="Only these operations.")
     ] = None,
-    operation: Annotated[list[str] | None, typer.Option(help="Only this operation; repeat for several.")] = None,
     full: Annotated[
         bool, typer.Option("--full", help="All 14 shapes and more; for a GPU. Default: small ones.")
     ] = False,
-    window: Annotated[list[str] | None, typer.Option(help="Only this window; repeat for several.")] = None,
-    heads: Annotated[list[str] | None, typer.Option(help="Only these H, comma-separated; or repeat.")] = None,
-    head_dim: Annotated[list[str] | None, typer.Option(help="Only these D, comma-separated; or repeat.")] = None,
-    case: Annotated[list[str] | None, typer.Option(help="Only cases whose text holds this.")] = None,
+    window: WindowOption = None,
+    heads: HeadsOption = None,
+    head_dim: HeadDimOption = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only cases whose text holds this, whole; or repeat.")] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", "-x", help="Stop at the first failure.")] = False,
     arch: Annotated[
         str | None, typer.Option(help=f"{common.SIMULATED_ARCHS}: simulate that arch's kernels, on any machine.")
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes to simulate in. Default: one a CPU core.")] = None,
     seed: Annotated[int, typer.Option(help="Of operands and of the order of waves, in the simulator.")] = 0,
+    picture: Annotated[
+        Path | None, typer.Option(help="Where a PNG goes that shows which positions are wrong, if any are.")
+    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Check backends against the float32 oracle over the whole sweep. Exit status 1 if any case fails.
+    """Check backends against the float32 oracle over the whole sweep.
+
+    Exit status 1 if any case fails, or none of a backend runs; 130 where it was stopped.
 
     Poisoned and guarded outputs, exact -inf masks, two accuracy levels, every logit, 20 bitwise repeats on a sample.
     With `--arch`, AMD kernels are compiled for that arch and executed in the simulator, at small shapes; no GPU is
     needed.
 
     Examples: `lightning-indexer verify`, `lightning-indexer verify --device cuda --full --backend triton-portable`,
+    `lightning-indexer verify --device cuda --heads 32,64 --window causal --fail-fast --picture wrong.png`,
     `lightning-indexer verify --arch gfx942 --backend triton-portable`
     """
     from lightning_indexer.check import verify as checks
 
     with common.bad_parameter("--operation"):
-        operations = [checks.suite(name).operation for name in dict.fromkeys(operation or checks.operations())]
-    for name in window or []:
-        common.one_of("--window", name, WINDOWS)
-    chosen_heads = _sizes("--heads", heads)
-    chosen_dims = _sizes("--head-dim", head_dim)
+        asked = common.parts("--operation", operation or checks.operations())
+        operations = [checks.suite(name).operation for name in dict.fromkeys(asked)]
+    window = common.names("--window", window, WINDOWS) if window else None
+    chosen_heads = common.ints("--heads", heads) if heads else None
+    chosen_dims = common.ints("--head-dim", head_dim) if head_dim else None
+    backend = common.backend_names(backend)
+    if picture is not None:
+        common.writable_file("--picture", picture)
     only = {"window": window, "heads": chosen_heads, "head_dim": chosen_dims}
     if arch is not None:
         if device is not None or full:
@@ -76,18 +96,25 @@ def verify(
     title, total, outcomes, notes, needed = ran
     started = time.perf_counter()
     found = _watch(title, total, outcomes, fail_fast)
+    seconds = time.perf_counter() - started
     summaries = checks.summarise(found)
-    _print(f"verify on {title}: worst calc_diff", summaries, simulated=arch is not None, several=len(operations) > 1)
+    good = all(s.good for s in summaries) and needed <= {(s.operation, s.backend) for s in summaries}
+    stopped = len(found) < total and not fail_fast
     if arch is not None:
-        err.print(f"{time.perf_counter() - started:.0f} s; instructions a second are those of one process")
-    for line in notes:
-        out.print(line, markup=False, highlight=False)
-    for reason, cases in checks.left_out(found).items():
-        out.print(f"{reason}: {len(cases)} cases: {'; '.join(cases)}", markup=False, highlight=False)
-    _print_failures(found, repeat)
-    if len(found) < total and not fail_fast:
+        err.print(f"{seconds:.0f} s; instructions a second are those of one process")
+    if as_json:
+        common.show_json(_document(title, total, found, summaries, notes, repeat, seconds, good and not stopped))
+    else:
+        heading = f"verify on {title}: worst calc_diff"
+        common.show(_table(heading, summaries, simulated=arch is not None, several=len(operations) > 1))
+        common.lines(notes)
+        for reason, left in checks.left_out(found).items():
+            common.lines([f"{reason}: {len(left)} cases: {'; '.join(left)}"])
+        _print_failures(found, repeat)
+    _draw(found, picture)
+    if stopped:
         raise typer.Exit(130)
-    if not all(s.good for s in summaries) or not needed <= {(s.operation, s.backend) for s in summaries}:
+    if not good:
         raise typer.Exit(1)
 
 
@@ -105,8 +132,7 @@ def _on_device(
     from lightning_indexer.check import verify as checks
 
     arch = arch_of(where)
-    with common.bad_parameter("--backend"):
-        asked = [registry.get(name).name for name in dict.fromkeys(names)] if names else None
+    asked = names or None
     work, needed = [], set()
     for operation in operations:
         suite = checks.suite(operation)
@@ -186,31 +212,68 @@ def _failure(outcome: Outcome) -> str:
     return f"FAIL {backend}{outcome.case}: {outcome.detail}"
 
 
-def _print(title: str, summaries: Sequence[Summary], *, simulated: bool, several: bool) -> None:
-    table = Table(title=title, title_justify="left")
-    for column in (["operation"] if several else []) + ["backend", "cases", "passed", "failed"]:
-        table.add_column(column)
-    more = ["diff fp32", "diff bf16", "one logit"]
-    more += ["wave-instructions", "a second"] if simulated else ["to unquantised"]
-    for column in ([] if simulated else ["not supported", "dropped", "repeated"]) + more:
-        table.add_column(column)
+def _table(title: str, summaries: Sequence[Summary], *, simulated: bool, several: bool) -> Table:
+    columns: list[Column | str] = [*(["operation"] if several else []), "backend", "cases", "passed", "failed"]
+    columns += [] if simulated else ["not supported", "dropped", "repeated"]
+    columns += [Column(name, format=".1e") for name in ("diff fp32", "diff bf16", "one logit")]
+    simulation = ["wave-instructions", "a second"]
+    columns += (
+        [Column(name, format=",.0f") for name in simulation] if simulated else [Column("to unquantised", format=".1e")]
+    )
+    table = Table(columns, title)
     for s in summaries:
-        cells = ([s.operation] if several else []) + [s.backend, str(s.cases), str(s.count["pass"])]
-        cells.append(str(s.count["fail"]))
-        if not simulated:
-            cells += [str(s.count["unsupported"]), str(s.count["dropped"]), str(s.repeated)]
-        cells += [_number(s.diff.get(dtype)) for dtype in (torch.float32, torch.bfloat16)]
-        cells.append(_number(s.worst.get(torch.float32)))
-        if simulated:
-            cells += [f"{s.instructions:,}", f"{s.instructions / s.seconds:,.0f}" if s.seconds else "-"]
-        else:
-            cells.append(_number(s.diff_unquantised))
-        table.add_row(*cells)
-    out.print(table)
+        cells: list[Any] = [*([s.operation] if several else []), s.backend, s.cases, s.count["pass"], s.count["fail"]]
+        cells += [] if simulated else [s.count["unsupported"], s.count["dropped"], s.repeated]
+        cells += [s.diff.get(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        cells.append(s.worst.get(torch.float32))
+        speed = s.instructions / s.seconds if s.seconds else None
+        cells += [s.instructions, speed] if simulated else [s.diff_unquantised]
+        table.add(*cells)
+    return table
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
+def _document(
+    title: str, total: int, found: Sequence[Outcome], summaries: Sequence[Summary], notes: Sequence[str],
+    repeat: Sequence[str], seconds: float, good: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """What ``--json`` prints."""
+    from lightning_indexer.check import verify as checks
+
+    return {
+        "on": title,
+        "good": good,
+        "seconds": seconds,
+        "cases": total,
+        "done": len(found),
+        "summary": [
+            {
+                "operation": s.operation, "backend": s.backend, "cases": s.cases, "count": s.count,
+                "repeated": s.repeated, "diff": {str(dtype): value for dtype, value in s.diff.items()},
+                "one_logit": {str(dtype): value for dtype, value in s.worst.items()},
+                "diff_unquantised": s.diff_unquantised, "instructions": s.instructions,
+            }
+            for s in summaries
+        ],
+        "failures": [
+            {
+                "operation": o.operation, "backend": o.backend, "case": str(o.case), "detail": o.detail,
+                "wrong": None if o.finding is None or o.finding.wrong is None else {
+                    "shape": o.finding.wrong.shape, "count": o.finding.wrong.count, "first": o.finding.wrong.first,
+                },
+                "repeat": _repeat(o, repeat),
+            }
+            for o in found if o.status == "fail"
+        ],
+        "left_out": {reason: len(cases) for reason, cases in checks.left_out(found).items()},
+        "notes": list(notes),
+    }  # fmt: skip
+
+
+def _repeat(outcome: Outcome, repeat: Sequence[str]) -> str:
+    """The command that runs one case again."""
+    text = str(outcome.case).rsplit(" seed=", 1)[0]
+    command = ["lightning-indexer", "verify", *repeat, "--operation", outcome.operation, "--backend", outcome.backend]
+    return shlex.join([*command, "--case", text])
 
 
 def _print_failures(outcomes: Sequence[Outcome], repeat: Sequence[str]) -> None:
@@ -221,14 +284,31 @@ def _print_failures(outcomes: Sequence[Outcome], repeat: Sequence[str]) -> None:
             failed.setdefault(outcome.backend, []).append(outcome)
     for backend, mine in failed.items():
         for outcome in mine[:SHOWN]:
-            out.print(_failure(outcome), markup=False, highlight=False, soft_wrap=True)
+            common.say(_failure(outcome))
+            if outcome.finding is not None and outcome.finding.wrong is not None:
+                common.say(f"  {outcome.finding.wrong}")
         if len(mine) > SHOWN:
-            out.print(f"and {len(mine) - SHOWN} failures of {backend} more", markup=False, highlight=False)
-        text = str(mine[0].case).rsplit(" seed=", 1)[0]
-        command = ["lightning-indexer", "verify", *repeat, "--operation", mine[0].operation, "--backend", backend]
-        line = shlex.join([*command, "--case", text])
-        out.print(f"repeat the first of {backend} with: {line}", markup=False, highlight=False, soft_wrap=True)
+            common.say(f"and {len(mine) - SHOWN} failures of {backend} more")
+        common.say(f"repeat the first of {backend} with: {_repeat(mine[0], repeat)}")
 
 
-def _sizes(option: str, given: list[str] | None) -> list[int] | None:
-    return [number for part in given for number in common.ints(option, part)] if given else None
+def _draw(outcomes: Sequence[Outcome], picture: Path | None) -> None:
+    """The maps of the first failures, as many of each backend."""
+    if picture is None:
+        return
+    from lightning_indexer.check import wrong
+
+    maps: dict[str, list[tuple[str, wrong.WrongPositions]]] = {}
+    for outcome in outcomes:
+        if outcome.finding is not None and outcome.finding.wrong is not None:
+            maps.setdefault(outcome.backend, []).append((_failure(outcome).split(":")[0], outcome.finding.wrong))
+    drawn = [each for number in range(DRAWN) for mine in maps.values() for each in mine[number : number + 1]][:DRAWN]
+    if not drawn:
+        err.print("no picture: no position is wrong")
+        return
+    try:
+        wrong.draw(drawn, picture)
+    except ModuleNotFoundError:
+        err.print("no picture: `pip install matplotlib` brings what draws it", markup=False, highlight=False)
+        return
+    err.print(f"wrote {picture}", markup=False, highlight=False, soft_wrap=True)

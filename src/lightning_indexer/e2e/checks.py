@@ -75,7 +75,7 @@ class Checker:
         q = scored.q.view(torch.uint8)[at].view(scored.q.dtype)
         ks, ke = scored.ks[at], scored.ke[at]
         expected = reference_logits(q, (scored.k, scored.kv_scale), scored.weights[at], ks, ke)
-        self._exact += _exact_rows(scored.logits[at], scored.selected[at], ks, ke)
+        self._exact += _exact_rows(scored.logits(at), scored.selected[at], ks, ke)
         self._overlaps += _overlaps(expected, scored.selected[at])
 
     def _attended(self, layer: int, start: int, attended: torch.Tensor) -> None:

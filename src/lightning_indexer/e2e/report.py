@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_indexer.bench.report import table
 from lightning_indexer.e2e import traces
 from lightning_indexer.e2e.run import INDEXER, MIN_OVERLAP, POLICY, Plan, Result, Side
-from lightning_indexer.e2e.stack import TORCH
+from lightning_indexer.e2e.stack import FUSED, TORCH
 from lightning_indexer.e2e.traces import Diff, Row
 
 
@@ -61,7 +61,8 @@ def markdown(plan: Plan, results: Sequence[Result], facts: dict[str, str], comma
         "answer every layer's attention gave. Overlap: a row's selection beside that of the float32 reference on "
         "the same operands, over sampled rows. Exact rows: those whose selection is a top-k of the side's own logits, "
         f"ties aside. `{TORCH}` needs -inf outside the windows, the library's selection takes the windows and leaves "
-        "the logits outside unwritten. TTFT: the prefill of these layers, no sampling.",
+        f"the logits outside unwritten; `{FUSED}` does both in the phase of scoring. TTFT: the prefill of these "
+        "layers, no sampling.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,8 +19,9 @@ from lightning_indexer.e2e.checks import Checked, Checker
 from lightning_indexer.e2e.clock import Clock, synchronize
 from lightning_indexer.e2e.dims import Dims
 from lightning_indexer.e2e.prompt import make_prompt
-from lightning_indexer.e2e.stack import TORCH, Stack, default_dtype, needed_bytes, needs_clean
+from lightning_indexer.e2e.stack import FUSED, TORCH, Stack, default_dtype, needed_bytes, needs_clean
 from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
+from lightning_indexer.problems.mqa_topk import MqaTopKProblem
 from lightning_indexer.problems.top_k import TopKProblem
 from lightning_indexer.selection import registry as dispatch
 
@@ -38,7 +40,7 @@ class Plan:
         dims, layers: the stack.
         contexts: prompt lengths, in tokens.
         backends: what scores on the two sides, by name; None leaves each call to the library's choice.
-        selections: what selects, likewise; ``stack.TORCH`` is ``torch.topk``.
+        selections: what selects, likewise; ``stack.TORCH`` is ``torch.topk``, ``stack.FUSED`` the call that scores.
         step: tokens of one prefill step.
         max_logits_bytes: budget of one chunk's logits.
         repeats: timed runs of each side.
@@ -133,31 +135,33 @@ def run(plan: Plan, device: torch.device, arch: Arch, progress: Callable[[str], 
     return results
 
 
-def problems(
-    dims: Dims, context: int, step: int, max_logits_bytes: int, selection: str | None = None
-) -> list[MqaLogitsProblem]:
+def problems(dims: Dims, context: int, step: int, max_logits_bytes: int, selection: str | None = None) -> list[Any]:
     """The scoring calls of one layer in the prefill of one context, in order."""
     clean = needs_clean(selection)
-    return [
+    budget = None if selection == FUSED else max_logits_bytes
+    calls = [
         MqaLogitsProblem(chunk.rows, chunk.keys, dims.index_heads, dims.index_dim, clean_logits=clean)
         for start in range(0, context, step)
-        for chunk in plan_chunks([Request(start, min(step, context - start))], max_logits_bytes=max_logits_bytes)
+        for chunk in plan_chunks([Request(start, min(step, context - start))], max_logits_bytes=budget)
     ]
+    if selection != FUSED:
+        return list(calls)
+    return [MqaTopKProblem(call, cut) for call, cut in zip(calls, selections(dims, calls), strict=True)]
 
 
-def selections(dims: Dims, calls: Sequence[MqaLogitsProblem]) -> list[TopKProblem]:
+def selections(dims: Dims, calls: Sequence[Any]) -> list[TopKProblem]:
     """The selecting calls behind these scoring calls."""
     return [TopKProblem(call.rows, call.keys, dims.index_topk, index_base="absolute") for call in calls]
 
 
-def ran(calls: Sequence[MqaLogitsProblem] | Sequence[TopKProblem], arch: Arch, backend: str | None) -> dict[str, int]:
-    """How many of the calls each backend runs; all, where that is ``stack.TORCH``.
+def ran(calls: Sequence[Any], arch: Arch, backend: str | None) -> dict[str, int]:
+    """How many of the calls each backend runs; all, where that is no backend.
 
     Raises:
         As :func:`dispatch.select`.
     """
-    if backend == TORCH:
-        return {TORCH: len(calls)}
+    if backend in (TORCH, FUSED):
+        return {backend: len(calls)}
     return dict(Counter(dispatch.select(problem, arch, backend).name for problem in calls))
 
 

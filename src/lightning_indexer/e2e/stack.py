@@ -9,6 +9,7 @@ One layer, for the T tokens of a step (source: DeepSeek-V3.2 technical report, s
     q_index  = rotary(c W_iq)        -> fp8, its scale folded into the gates     [T, H, D]
     logits   = fp8_mqa_logits(...)   in the chunks of the planner                [rows, keys]
     selected = top_k_per_row(...), or torch.topk                                 [T, topk]
+               or fp8_mqa_topk(...) of the whole step in place of both
     attention in the latents' space over the selected positions alone, then W_uv and W_o
     x        = x + attention;  x = x + ffn(norm(x))
 
@@ -21,6 +22,7 @@ token meets.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,6 +30,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
+from lightning_indexer.calls.mqa_topk import fp8_mqa_topk
 from lightning_indexer.calls.prepare_q import prepare_q
 from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.chunking import Chunk, Request, plan_chunks
@@ -42,13 +45,18 @@ FFN_BYTES = 2**29
 BRANCH_RMS = 0.1
 # A selection by PyTorch, beside the names of backends.
 TORCH = "torch.topk"
+# Selection by the call that scores: no logits, and the planner's budget for them does not count.
+FUSED = "fused"
 # The score that a head gives a key of exactly its content, before the softmax: noise stays far below it.
 MATCH = 40.0
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One chunk of one layer, as an observer sees it: operands of the call, its logits, and the selected positions."""
+    """One chunk of one layer, as an observer sees it: operands of the call, and the selected positions.
+
+    ``logits`` gives the [some, keys] that rows were selected from, -inf or anything outside of their windows.
+    """
 
     layer: int
     first_position: int
@@ -58,7 +66,7 @@ class Scored:
     weights: torch.Tensor
     ks: torch.Tensor
     ke: torch.Tensor
-    logits: torch.Tensor
+    logits: Callable[[torch.Tensor], torch.Tensor]
     selected: torch.Tensor
 
 
@@ -143,12 +151,14 @@ class Stack:
         max_logits_bytes: int,
         clock: Clock,
         observer: Observer | None = None,
+        keep: list[tuple[torch.Tensor, PagedKeys | None]] | None = None,
     ) -> torch.Tensor:
         """Runs [context, hidden] embeddings through the stack, ``step`` tokens at a time.
 
         Args:
             backend, selection: of ``fp8_mqa_logits`` and of ``top_k_per_row``; None is the library's choice, and
-                ``TORCH`` selects by ``torch.topk``.
+                ``TORCH`` selects by ``torch.topk``, ``FUSED`` by the call that scores.
+            keep: is given each layer's latents and keys.
 
         Returns:
             The last token's residual stream, [hidden]: what the first generated token is read from.
@@ -165,7 +175,9 @@ class Stack:
         x = prompt[:0]
         for start in range(0, context, step):
             x = prompt[start : start + step].clone()
-            planned = plan_chunks([Request(start, x.shape[0])], max_logits_bytes=max_logits_bytes)
+            planned = plan_chunks(
+                [Request(start, x.shape[0])], max_logits_bytes=None if selection == FUSED else max_logits_bytes
+            )
             chunks = [(chunk, *chunk.windows(self.device)) for chunk in planned]
             selected = x.new_empty((0, 0), dtype=torch.int32)
             for index, layer in enumerate(self.layers):
@@ -185,6 +197,8 @@ class Stack:
                 x += attended
                 with clock.phase("ffn"):
                     self._add_ffn(layer, x)
+        if keep is not None:
+            keep.extend(zip(latents, keys, strict=True))
         return x[-1]
 
     def _cache_latents(self, latents: torch.Tensor, start: int, h: torch.Tensor, layer: Layer) -> None:
@@ -227,16 +241,25 @@ class Stack:
                 with clock.phase("gather"):
                     gathered = paged.gather(chunk.keys)
             rows = slice(chunk.token_start, chunk.token_stop)
-            with clock.phase("scoring"):
-                logits = fp8_mqa_logits(
-                    q_fp8[rows], gathered, weights[rows], ks, ke, clean_logits=needs_clean(selection), backend=backend
-                )
-            with clock.phase("selection"):
-                _select_top_k(logits, ks, ke, selected[rows], selection)
+            operands = (q_fp8[rows], *gathered, weights[rows], ks, ke)
+            if selection == FUSED:
+                with clock.phase("scoring"):
+                    fp8_mqa_topk(
+                        q_fp8[rows], gathered, weights[rows], ks, ke, d.index_topk, index_base="absolute",
+                        out=selected[rows], backend=backend,
+                    )  # fmt: skip
+                logits_of: Callable[[torch.Tensor], torch.Tensor] = functools.partial(_logits_of, operands, backend)
+            else:
+                clean = needs_clean(selection)
+                with clock.phase("scoring"):
+                    logits = fp8_mqa_logits(
+                        q_fp8[rows], gathered, weights[rows], ks, ke, clean_logits=clean, backend=backend
+                    )
+                with clock.phase("selection"):
+                    _select_top_k(logits, ks, ke, selected[rows], selection)
+                logits_of = logits.__getitem__
             if observer is not None:
-                first = start + chunk.token_start
-                operands = (q_fp8[rows], *gathered, weights[rows], ks, ke)
-                observer.scored(Scored(index, first, *operands, logits, selected[rows]))
+                observer.scored(Scored(index, start + chunk.token_start, *operands, logits_of, selected[rows]))
         return selected
 
     def _attend(
@@ -276,6 +299,13 @@ class Stack:
         cos, sin = angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]
         kept, first, second = torch.split(x, [x.shape[-1] - width, half, half], dim=-1)
         return torch.cat((kept, first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _logits_of(operands: tuple[torch.Tensor, ...], backend: str | None, at: torch.Tensor) -> torch.Tensor:
+    """Logits of some rows, which are the same bits in whichever call they are scored."""
+    q, k, kv_scale, weights, ks, ke = operands
+    some = q.view(torch.uint8)[at].view(q.dtype)  # fp8 tensors have no indexing on every device; their bytes do
+    return fp8_mqa_logits(some, (k, kv_scale), weights[at], ks[at], ke[at], backend=backend)
 
 
 def needs_clean(selection: str | None) -> bool:

@@ -30,6 +30,7 @@ class Notes:
     first_call_told: bool = False
     _told_arch: bool = False
     _reasons: set[str] = field(default_factory=set)
+    _taken: set[str] = field(default_factory=set)
 
     def runs_on(self, arch: Arch, *, compressed: bool, backend: str | None = None) -> None:
         """Which backends calls will try on ``arch``; warns where the first is missing, or has not been measured.
@@ -81,6 +82,12 @@ class Notes:
         self.logger.info(
             "%s: lightning-indexer took its first call: %s, %s on %s", self.engine, name, problem, arch.name
         )
+
+    def took(self, seam: str, what: str) -> None:
+        """A call of a seam has run here. Says so the first time for each."""
+        if seam not in self._taken and not torch.compiler.is_compiling():
+            self._taken.add(seam)
+            self.logger.info("%s: lightning-indexer took its first call of %s: %s", self.engine, seam, what)
 
     def passed_on(self, reason: str) -> None:
         """A call goes to the engine's own function. Says why, the first time for each reason."""

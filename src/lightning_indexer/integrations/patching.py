@@ -7,12 +7,15 @@ it hold their own name for it, so every loaded module with that function is a *s
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import io
 import logging
 import re
 import sys
+import tokenize
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -35,6 +38,8 @@ class Seam:
         parameters: the names of its parameters, in order.
         make: from the function that was there, the one to put in its place.
         more: it may have more parameters after those: what ``make`` gives hands calls with them on.
+        owner: the class of the first module that it belongs to; "": it is the modules' own.
+        alone: other modules that hold the function keep it, or get it by another seam.
     """
 
     modules: tuple[str, ...]
@@ -42,6 +47,8 @@ class Seam:
     parameters: tuple[str, ...]
     make: Callable[[Function], Function]
     more: bool = False
+    owner: str = ""
+    alone: bool = False
 
     def fits(self, found: tuple[str, ...] | None) -> bool:
         """True for a function with these parameters; None, where they cannot be read, is no reason against ``more``."""
@@ -52,13 +59,14 @@ class Seam:
 
 @dataclass(slots=True)
 class _Site:
-    module: ModuleType
+    module: ModuleType | type
     attribute: str
     original: Function
     replacement: Function
 
     def __str__(self) -> str:
-        return f"{self.module.__name__}.{self.attribute}"
+        above = f"{self.module.__module__}." if isinstance(self.module, type) else ""
+        return f"{above}{self.module.__name__}.{self.attribute}"
 
     @property
     def current(self) -> object:
@@ -138,13 +146,15 @@ class Integration:
 
     def _find(self, seam: Seam, version: str) -> list[_Site]:
         original: Function | None = None
-        modules: list[ModuleType] = []
+        modules: list[ModuleType | type] = []
         for name in seam.modules:
             where = f"{self.engine} {version}: {name}"
             try:
-                module = importlib.import_module(name)
+                module: ModuleType | type = importlib.import_module(name)
             except ImportError as error:
                 raise IntegrationError(f"{where} cannot be imported ({error}); nothing was replaced") from error
+            if seam.owner:
+                module, where = getattr(module, seam.owner, module), f"{where}.{seam.owner}"
             found = vars(module).get(seam.attribute)
             if not callable(found):
                 raise IntegrationError(
@@ -165,7 +175,8 @@ class Integration:
                 f"{self.engine} {version}: {seam.modules[0]}.{seam.attribute} takes {takes}, expected "
                 f"({', '.join(seam.parameters)}): this version has another seam; nothing was replaced"
             )
-        modules += [m for m in self._modules_with(seam.attribute, original) if all(m is not n for n in modules)]
+        if not seam.alone:
+            modules += [m for m in self._modules_with(seam.attribute, original) if all(m is not n for n in modules)]
         replacement = functools.wraps(original)(seam.make(original))
         return [_Site(module, seam.attribute, original, replacement) for module in modules]
 
@@ -212,6 +223,34 @@ def parameters(function: Function) -> tuple[str, ...] | None:
         return None
     names = re.findall(r"(?:^|, )(\w+): ", match[1])
     return tuple(names) or None
+
+
+_IGNORED = frozenset(
+    (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
+)
+
+
+def text_of(function: Callable[..., Any]) -> str:
+    """A digest of a function's source without comments, layout and docstring.
+
+    Raises:
+        IntegrationError: there is no source.
+    """
+    try:
+        lines, _ = inspect.getsourcelines(inspect.unwrap(function))
+    except (OSError, TypeError) as error:
+        raise IntegrationError(f"{function!r} has no source to compare ({error})") from error
+    source = inspect.cleandoc("\n" + "".join(lines))
+    tokens = [
+        token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in _IGNORED
+    ]
+    # A docstring stands behind the colon that ends the signature.
+    body = [text for before, text in zip(["", *tokens], tokens, strict=False) if not _is_docstring(before, text)]
+    return hashlib.sha256(" ".join(body).encode()).hexdigest()[:16]
+
+
+def _is_docstring(before: str, text: str) -> bool:
+    return before == ":" and text.lstrip("rR").startswith('"""')
 
 
 def distribution_version(*names: str) -> str:

@@ -1,7 +1,9 @@
-"""SGLang's prefill scoring through this library.
+"""SGLang's indexer through this library.
 
-SGLang does not score by a function of its own: on ROCm it imports AITER's ``fp8_mqa_logits`` at each call, on CUDA it
-calls ``deep_gemm.fp8_mqa_logits``. :func:`install` replaces those two names, for whoever looks them up in this process.
+SGLang does not score by functions of its own: on ROCm it imports AITER's ``fp8_mqa_logits`` and
+``deepgemm_fp8_paged_mqa_logits`` at each call, on CUDA it calls ``deep_gemm.fp8_mqa_logits`` and
+``deep_gemm.fp8_paged_mqa_logits``. :func:`install` replaces those names, for whoever looks them up in this process.
+Selection is a method of SGLang's, ``DSATopKBackend.topk_transform``, which is hooked by SGLang's own registry.
 
 Models run in processes that SGLang spawns, which inherit nothing that was installed before. SGLang loads its plugins
 first in each of them: the entry point ``sglang.srt.plugins`` calls :func:`register`, which installs where
@@ -13,28 +15,36 @@ may be written in place (SGLang scatters ``+inf`` over the positions that it alw
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable
+import sys
 from typing import Any, Literal
 
 import torch
 
 from lightning_indexer import envs
 from lightning_indexer.arch import arch_of
+from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.fp8 import FP8_DTYPES
-from lightning_indexer.integrations import aiter, deep_gemm
+from lightning_indexer.integrations import aiter, deep_gemm, top_k
 from lightning_indexer.integrations.notes import Notes, check_environment
 from lightning_indexer.integrations.patching import Function, Integration, IntegrationError, Seam, distribution_version
 
 Platform = Literal["rocm", "cuda"]
 
+_BYTES = (torch.uint8,)
+
 _AITER_PARAMETERS = ("Q", "KV", "kv_scales", "weights", "cu_starts", "cu_ends")
+_AITER_PAGED = ("q_fp8", "kv_cache", "weights", "out_logits", "context_lens", "kv_indices", "max_model_len")
 _DEEP_GEMM_PARAMETERS = ("q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end", "clean_logits")
 _LOGGER = logging.getLogger("lightning_indexer.sglang")
 # AITER moved the function into a package of its own and kept the older module.
 _AITER_MODULES = ("aiter.ops.triton.fp8_mqa_logits", "aiter.ops.triton.attention.fp8_mqa_logits")
+_AITER_PAGED_MODULES = ("aiter.ops.triton.pa_mqa_logits", "aiter.ops.triton.attention.pa_mqa_logits")
+_REGISTRY = "sglang.srt.plugins.hook_registry"
+_SELECTION = "sglang.srt.layers.attention.dsa.dsa_topk_backend.DSATopKBackend.topk_transform"
 _NOTES = Notes("SGLang", _LOGGER)
 _INTEGRATIONS = {"rocm": Integration("AITER", "aiter", _LOGGER), "cuda": Integration("DeepGEMM", "deep_gemm", _LOGGER)}
 
@@ -49,6 +59,7 @@ def register() -> None:
     try:
         if envs.sglang_plugin():
             install()
+            _hook_selection()
     except Exception as error:
         _LOGGER.error("lightning-indexer is not installed, SGLang scores with its own functions: %s", error)
         raise
@@ -85,6 +96,9 @@ def _install(platform: str) -> tuple[str, ...]:
         if not _is_there("deep_gemm"):
             raise IntegrationError("DeepGEMM, by which SGLang scores on CUDA, is not installed: nothing was replaced")
         seams = [Seam(("deep_gemm",), "fp8_mqa_logits", _DEEP_GEMM_PARAMETERS, _make_deep_gemm, more=True)]
+        if hasattr(importlib.import_module("deep_gemm"), "fp8_paged_mqa_logits"):
+            # The second argument has two names in use.
+            seams.append(Seam(("deep_gemm",), "fp8_paged_mqa_logits", ("q",), _make_deep_gemm_paged, more=True))
         version = distribution_version("deep_gemm", "deep-gemm", "sgl-deep-gemm")
         return _INTEGRATIONS["cuda"].install(seams, version)
     if not _is_there("aiter"):
@@ -96,9 +110,13 @@ def _install(platform: str) -> tuple[str, ...]:
             f"AITER {version} has none of {', '.join(_AITER_MODULES)}: this version has no such seam; nothing was "
             "replaced"
         )
-    return _INTEGRATIONS["rocm"].install(
-        [Seam((name,), "fp8_mqa_logits", _AITER_PARAMETERS, _make_aiter, more=True) for name in modules], version
-    )
+    seams = [Seam((name,), "fp8_mqa_logits", _AITER_PARAMETERS, _make_aiter, more=True) for name in modules]
+    seams += [
+        Seam((name,), "deepgemm_fp8_paged_mqa_logits", _AITER_PAGED, _make_aiter_paged, more=True)
+        for name in _AITER_PAGED_MODULES
+        if _is_there(name)
+    ]
+    return _INTEGRATIONS["rocm"].install(seams, version)
 
 
 def uninstall(platform: Platform | None = None) -> tuple[str, ...]:
@@ -116,30 +134,135 @@ def replaced(platform: Platform | None = None) -> tuple[str, ...]:
     return _INTEGRATIONS[_checked(platform)].replaced
 
 
+def _hook_selection() -> None:
+    """Registers :func:`topk_transform` with SGLang, which puts it in place when all plugins are loaded."""
+    registry = sys.modules.get(_REGISTRY)
+    if registry is None:
+        _LOGGER.warning("SGLang: %s is not loaded, and SGLang selects with its own function", _REGISTRY)
+        return
+    registry.HookRegistry.register(_SELECTION, topk_transform, registry.HookType.AROUND)
+    _LOGGER.info("SGLang: lightning-indexer hooked %s", _SELECTION)
+
+
+def topk_transform(
+    original: Function,
+    backend: Any,
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    topk: int,
+    topk_transform_method: Any,
+    attn_metadata: Any,
+    cu_seqlens_q_topk: torch.Tensor | None = None,
+    topk_indices_offset: torch.Tensor | None = None,
+    row_starts: torch.Tensor | None = None,
+    batch_idx_list: Any = None,
+    force_unfused_topk: bool = False,
+) -> torch.Tensor:
+    """SGLang's ``DSATopKBackend.topk_transform``, around the ``original``: selection of decode and of ragged prefill.
+
+    Args:
+        original: bound to nothing: the function that is hooked.
+        backend, logits, lengths, topk, topk_transform_method, attn_metadata, cu_seqlens_q_topk, topk_indices_offset,
+            row_starts, batch_idx_list, force_unfused_topk: SGLang's.
+
+    Returns:
+        [M, topk] int32: physical slots (paged), or offset positions (ragged); -1 in unused slots.
+    """
+    method, rows = getattr(topk_transform_method, "name", None), logits.shape[0]
+    if not backend.is_sgl_kernel():
+        reason: str | None = "SGLang's configuration names another selection"
+    elif force_unfused_topk or not _fuses(original):
+        reason = "SGLang asks for a selection that is not fused with the page table"
+    elif batch_idx_list is not None:
+        reason = "rows of chosen requests (prefill context parallelism)"
+    elif _takes(method, logits, lengths, attn_metadata, topk_indices_offset, row_starts):
+        reason = None
+    else:
+        reason = f"a selection of method {method} whose rows are not those of the page table"
+    if reason is not None:
+        _NOTES.passed_on(reason)
+        theirs: torch.Tensor = original(
+            backend, logits, lengths, topk, topk_transform_method, attn_metadata, cu_seqlens_q_topk,
+            topk_indices_offset, row_starts, batch_idx_list, force_unfused_topk,
+        )  # fmt: skip
+        return theirs
+    if method == "RAGGED":
+        assert topk_indices_offset is not None
+        result = top_k.sglang_topk_transform_ragged(logits, lengths, topk_indices_offset, topk, row_starts)
+    else:
+        page_table, page_size = attn_metadata.real_page_table, attn_metadata.page_size
+        found = top_k_per_row(
+            logits, topk, None, lengths, index_base="page", page_table=page_table, page_size=page_size
+        )
+        assert isinstance(found, torch.Tensor)
+        result = found
+    _NOTES.took(f"selection, {method}", f"M={rows} k={topk}")
+    return result
+
+
+def _takes(
+    method: str | None,
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    attn_metadata: Any,
+    offsets: torch.Tensor | None,
+    row_starts: torch.Tensor | None,
+) -> bool:
+    """A row of logits for each row of the page table, from column 0 on; or for each offset."""
+    rows = logits.shape[0]
+    if lengths.shape[0] != rows:
+        return False
+    if method == "PAGED":
+        return row_starts is None and bool(attn_metadata.real_page_table.shape[0] == rows)
+    return method == "RAGGED" and offsets is not None and offsets.shape[0] == rows
+
+
+def _fuses(original: Function) -> bool:
+    """SGLang's own switch, of the module that the function is from."""
+    switches = getattr(sys.modules.get(getattr(original, "__module__", "")), "envs", None)
+    return switches is None or bool(switches.SGLANG_DSA_FUSE_TOPK.get())
+
+
 def _make_aiter(original: Function) -> Function:
-    return _taking_over(aiter.fp8_mqa_logits, original, keys=lambda kv: kv, weights=3)
+    return _taking_over(aiter.fp8_mqa_logits, original, pair=False, weights=3)
 
 
 def _make_deep_gemm(original: Function) -> Function:
-    return _taking_over(deep_gemm.fp8_mqa_logits, original, keys=_first, weights=2)
+    return _taking_over(deep_gemm.fp8_mqa_logits, original, pair=True, weights=2)
 
 
-def _first(kv: Any) -> Any:
-    return kv[0] if isinstance(kv, (tuple, list)) else kv
+def _make_deep_gemm_paged(original: Function) -> Function:
+    return _taking_over(deep_gemm.fp8_paged_mqa_logits, original, pair=False, weights=2, keys=_BYTES)
 
 
-def _taking_over(ours: Function, original: Function, *, keys: Callable[[Any], Any], weights: int) -> Function:
+def _make_aiter_paged(original: Function) -> Function:
+    return _taking_over(aiter.deepgemm_fp8_paged_mqa_logits, original, pair=False, weights=2, keys=_BYTES)
+
+
+def _taking_over(
+    ours: Function, original: Function, *, pair: bool, weights: int, keys: tuple[torch.dtype, ...] = FP8_DTYPES
+) -> Function:
     """``ours`` for plain fp8 operands and the arguments it knows; ``original`` for every other call.
 
-    ``keys`` takes the keys out of the second argument, ``weights`` is the place of the weights. Operands by position,
-    as SGLang passes them, are found without binding a signature, which would cost as much as the rest of the call.
+    The second argument holds the keys, of these dtypes: a cache has them as bytes; ``pair``: with their scales.
+    ``weights`` is the place of the weights. Operands by position, as SGLang passes them, are found without binding a
+    signature, which would cost as much as the rest of the call.
     """
     signature = inspect.signature(ours)
     required = sum(parameter.default is parameter.empty for parameter in signature.parameters.values())
     most = len(signature.parameters)
     optional = frozenset(list(signature.parameters)[required:])
+    known, float32, told = optional.issuperset, torch.float32, False
 
     def fp8_mqa_logits(*args: Any, **options: Any) -> object:
+        nonlocal told
+        if told and required <= len(args) <= most and known(options):
+            try:
+                k = args[1][0] if pair else args[1]
+                if args[0].dtype in FP8_DTYPES and k.dtype in keys and args[weights].dtype is float32:
+                    return ours(*args, **options)
+            except (AttributeError, TypeError, IndexError):  # operands of other kinds: the checks below say which
+                pass
         if required <= len(args) <= most and options.keys() <= optional:
             given = args
         else:
@@ -148,24 +271,29 @@ def _taking_over(ours: Function, original: Function, *, keys: Callable[[Any], An
             except TypeError as error:  # options of another version
                 _NOTES.passed_on(str(error))
                 return original(*args, **options)
-        k = keys(given[1])
-        if (reason := _not_plain_fp8(given[0], k, given[weights])) is not None:
+        k = given[1][0] if pair and isinstance(given[1], (tuple, list)) else given[1]
+        if (reason := _not_plain(given[0], k, given[weights], keys)) is not None:
             _NOTES.passed_on(reason)
             return original(*args, **options)
         result = ours(*args, **options)
-        if not _NOTES.first_call_told and not torch.compiler.is_compiling():
-            bound = signature.bind(*args, **options).arguments
-            _NOTES.tell_first_call(given[0], k, bound.get("max_seqlen_k", 0), bound.get("clean_logits", True), None)
+        if not torch.compiler.is_compiling():
+            told = True
+            if keys is _BYTES:
+                _NOTES.took("decode", f"q {list(given[0].shape)}")
+            elif not _NOTES.first_call_told:
+                bound = signature.bind(*args, **options).arguments
+                width, clean = bound.get("max_seqlen_k", 0), bound.get("clean_logits", True)
+                _NOTES.tell_first_call(given[0], k, width, clean, None)
         return result
 
     return fp8_mqa_logits
 
 
-def _not_plain_fp8(q: object, k: object, weights: object) -> str | None:
-    """None for fp8 operands with float32 weights; else what is not."""
+def _not_plain(q: object, k: object, weights: object, keys: tuple[torch.dtype, ...]) -> str | None:
+    """None for fp8 q, keys of these dtypes and float32 weights; else what is not."""
     if not isinstance(q, torch.Tensor) or q.dtype not in FP8_DTYPES:
         return f"q is {getattr(q, 'dtype', type(q).__name__)}"
-    if not isinstance(k, torch.Tensor) or k.dtype not in FP8_DTYPES:
+    if not isinstance(k, torch.Tensor) or k.dtype not in keys:
         return f"k is {getattr(k, 'dtype', type(k).__name__)}"
     dtype = getattr(weights, "dtype", type(weights).__name__)
     return None if dtype is torch.float32 else f"weights are {dtype}"

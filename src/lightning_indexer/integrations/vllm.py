@@ -1,13 +1,18 @@
-"""vLLM's prefill scoring through this library. Two seams, as at vLLM 0.33.0:
+"""vLLM's indexer through this library, as at vLLM 0.33.0: :data:`SEAMS`, each of which can be left out.
 
-- ROCm: ``vllm.v1.attention.ops.rocm_aiter_mla_sparse.rocm_fp8_mqa_logits``: [M, N] logits, not cleaned, as vLLM asks of
-  AITER. ``VLLM_ROCM_USE_AITER=0`` gives ``torch-blocked``.
-- CUDA: ``vllm.utils.deep_gemm.fp8_fp4_mqa_logits``, which ``vllm.model_executor.layers.sparse_attn_indexer`` imports:
-  compressed logits. FP4, MX scales and everything else that is not plain fp8 goes to vLLM's own function. On Blackwell
-  of the SM100 family that is every call: there is nothing to install there.
+- ``prefill``: scoring of a prefill chunk. ROCm: ``rocm_fp8_mqa_logits``; [M, N] logits, not cleaned, as vLLM asks of
+  AITER. CUDA: ``vllm.utils.deep_gemm.fp8_fp4_mqa_logits``, which the layers import; compressed logits.
+- ``prefill-topk``: its selection. CUDA: ``vllm._custom_ops.top_k_per_row_prefill``, fused with scoring where both are
+  replaced; ROCm: AITER's.
+- ``decode``: logits over the paged cache. ``decode-topk``: their selection, on CUDA, where vLLM's configuration names
+  none.
+- ``planner``: on CUDA, prefill chunks without a budget for logits, once chunks make none.
 
-The entry point ``vllm.general_plugins`` calls :func:`register` in every process of vLLM, which installs where
-``LIGHTNING_INDEXER_VLLM=1``. docs/engines.md has the whole procedure.
+FP4, MX scales and everything else that is not plain fp8 goes to vLLM's own functions. On Blackwell of the SM100 family
+that is every call: there is nothing to install there. ``VLLM_ROCM_USE_AITER=0`` gives ``torch-blocked``.
+
+The entry point ``vllm.general_plugins`` calls :func:`register` in every process of vLLM, which installs what
+``LIGHTNING_INDEXER_VLLM`` says: 1, or names of seams. docs/engines.md has the whole procedure.
 """
 
 from __future__ import annotations
@@ -16,18 +21,18 @@ import importlib
 import importlib.util
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
-import lightning_indexer
 from lightning_indexer import envs
 from lightning_indexer.arch import Arch, forced_arch, gpu_arch
-from lightning_indexer.fp8 import FP8_DTYPES
+from lightning_indexer.integrations import vllm_seams
 from lightning_indexer.integrations.notes import Notes, check_environment
-from lightning_indexer.integrations.patching import Function, Integration, IntegrationError, Seam
+from lightning_indexer.integrations.patching import Integration, IntegrationError, text_of
 
 Platform = Literal["rocm", "cuda"]
+PLATFORMS: tuple[Platform, ...] = ("rocm", "cuda")
+SEAMS = ("prefill", "prefill-topk", "decode", "decode-topk", "planner")
 
 # A child of vLLM's logger: vLLM configures that one, and no other.
 _LOGGER = logging.getLogger("vllm.plugins.lightning_indexer")
@@ -37,7 +42,8 @@ _MX_SCALES = "vLLM scores with MX scales on this GPU (Blackwell, SM100 family), 
 
 
 def register() -> None:
-    """The entry point. Installs where ``LIGHTNING_INDEXER_VLLM=1``; may be called any number of times.
+    """The entry point. Installs where ``LIGHTNING_INDEXER_VLLM`` is 1, or the seams that it names, with commas between;
+    may be called any number of times.
 
     Where vLLM itself runs on neither ROCm nor CUDA, or would pass it no call that it can take, it warns and leaves
     everything as it is.
@@ -45,9 +51,10 @@ def register() -> None:
     Raises:
         IntegrationError: this vLLM does not have the seam. vLLM then does not start: it was asked to run something
             that it cannot, and an A/B measurement would compare it with itself.
-        ValueError: ``LIGHTNING_INDEXER_VLLM`` is neither 0 nor 1.
+        ValueError: ``LIGHTNING_INDEXER_VLLM`` is neither 0 nor 1, and names something else than seams.
     """
-    if not envs.vllm_plugin():
+    seams = envs.vllm_seams(SEAMS)
+    if not seams:
         return
     platform = _platform()
     if platform is None:
@@ -56,17 +63,18 @@ def register() -> None:
     if platform == "cuda" and _uses_mx_scales():
         _LOGGER.warning("LIGHTNING_INDEXER_VLLM=1, but %s: nothing was replaced", _MX_SCALES)
         return
-    install(platform)
+    install(platform, seams)
 
 
-def install(platform: Platform | None = None) -> tuple[str, ...]:
-    """Replaces vLLM's prefill scoring in this process.
+def install(platform: Platform | None = None, seams: Sequence[str] = SEAMS) -> tuple[str, ...]:
+    """Replaces vLLM's functions in this process.
 
-    Logs what it replaced, and once a process: which backends run on this GPU, the first call that was taken, and each
-    reason for which a call went to vLLM's own function. No device is touched.
+    Logs what it replaced, and once a process: which backends run on this GPU, the first call that each seam took, and
+    each reason for which a call went to vLLM's own function. No device is touched.
 
     Args:
         platform: ``"rocm"`` or ``"cuda"``; None asks vLLM.
+        seams: of :data:`SEAMS`; those that a platform does not have are passed over.
 
     Returns:
         The full names that are replaced. A second call changes nothing and returns them again.
@@ -74,22 +82,28 @@ def install(platform: Platform | None = None) -> tuple[str, ...]:
     Raises:
         IntegrationError: vLLM is not installed, runs on another platform, scores with MX scales, or does not have the
             seam. Nothing is replaced.
-        ValueError: another platform; a variable of the library's that no call could follow.
+        ValueError: another platform or seam; a variable of the library's that no call could follow.
     """
+    unknown = [name for name in seams if name not in SEAMS]
+    if unknown or not seams:
+        raise ValueError(f"seams: got {', '.join(unknown) or 'none'}, expected some of {', '.join(SEAMS)}")
     if platform is None:
         _check_installed()
         platform = _platform()
         if platform is None:
             raise IntegrationError("vLLM runs on neither ROCm nor CUDA here: nothing was replaced")
-    if platform not in _SEAMS:
-        raise ValueError(f"platform: got {platform!r}, expected one of {', '.join(_SEAMS)}, or None")
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform: got {platform!r}, expected one of {', '.join(PLATFORMS)}, or None")
     _check_installed()
     if platform == "cuda" and _uses_mx_scales():
         raise IntegrationError(f"{_MX_SCALES}: nothing was replaced")
     check_environment()
-    names = _INTEGRATION.install((_SEAMS[platform],), _version())
+    deferred = platform == "cuda" and {"prefill", "prefill-topk"} <= set(seams) and _layer_is_known()
+    names = _INTEGRATION.install(vllm_seams.seams(tuple(seams), platform, _NOTES, deferred=deferred), _version())
     if (arch := _arch(platform)) is not None:
-        _NOTES.runs_on(arch, compressed=platform == "cuda", backend=_backend() if platform == "rocm" else None)
+        _NOTES.runs_on(
+            arch, compressed=platform == "cuda", backend=vllm_seams.rocm_backend() if platform == "rocm" else None
+        )
     return names
 
 
@@ -105,91 +119,6 @@ def uninstall() -> tuple[str, ...]:
 def replaced() -> tuple[str, ...]:
     """Full names of the functions of vLLM that are replaced now."""
     return _INTEGRATION.replaced
-
-
-def _make_rocm(original: Function) -> Function:
-    def rocm_fp8_mqa_logits(
-        q: torch.Tensor,
-        kv: tuple[torch.Tensor, torch.Tensor],
-        weights: torch.Tensor,
-        cu_seqlen_ks: torch.Tensor,
-        cu_seqlen_ke: torch.Tensor,
-    ) -> torch.Tensor:
-        if (reason := _not_plain_fp8(q, kv, weights)) is not None:
-            _NOTES.passed_on(reason)
-            theirs: torch.Tensor = original(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke)
-            return theirs
-        backend = _backend()
-        result = lightning_indexer.fp8_mqa_logits(
-            q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits=False, backend=backend
-        )
-        if not _NOTES.first_call_told:
-            _NOTES.tell_first_call(q, kv[0], 0, False, backend)
-        return result
-
-    return rocm_fp8_mqa_logits
-
-
-def _make_cuda(original: Function) -> Function:
-    def fp8_fp4_mqa_logits(
-        q: tuple[torch.Tensor, torch.Tensor | None],
-        kv: tuple[torch.Tensor, torch.Tensor],
-        weights: torch.Tensor,
-        cu_seqlen_ks: torch.Tensor,
-        cu_seqlen_ke: torch.Tensor,
-        max_seqlen_k: int,
-    ) -> torch.Tensor:
-        values, scale = q
-        if scale is not None:
-            reason: str | None = "q has scales, which makes it FP4 or MX"
-        elif max_seqlen_k < 1:
-            reason = f"max_seqlen_k is {max_seqlen_k}"
-        else:
-            reason = _not_plain_fp8(values, kv, weights)
-        if reason is not None:
-            _NOTES.passed_on(reason)
-            theirs: torch.Tensor = original(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, max_seqlen_k)
-            return theirs
-        result = lightning_indexer.fp8_mqa_logits(
-            values, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits=False, max_seqlen_k=max_seqlen_k
-        )
-        if not _NOTES.first_call_told:
-            _NOTES.tell_first_call(values, kv[0], max_seqlen_k, False, None)
-        return result
-
-    return fp8_fp4_mqa_logits
-
-
-def _backend() -> str | None:
-    """What calls on ROCm name."""
-    return "torch-blocked" if envs.vllm_without_aiter() else None
-
-
-def _not_plain_fp8(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], weights: torch.Tensor) -> str | None:
-    """None for plain fp8 with float32 scales and weights; else what is not. MX scales are int32, FP4 is int8."""
-    k, kv_scale = kv
-    if q.dtype not in FP8_DTYPES or k.dtype not in FP8_DTYPES:
-        return f"q is {q.dtype}, k is {k.dtype}"
-    if kv_scale.dtype is not torch.float32 or weights.dtype is not torch.float32:
-        return f"kv_scale is {kv_scale.dtype}, weights are {weights.dtype}"
-    return None
-
-
-_WINDOWS = ("cu_seqlen_ks", "cu_seqlen_ke")
-_SEAMS: dict[str, Seam] = {
-    "rocm": Seam(
-        ("vllm.v1.attention.ops.rocm_aiter_mla_sparse",),
-        "rocm_fp8_mqa_logits",
-        ("q", "kv", "weights", *_WINDOWS),
-        _make_rocm,
-    ),
-    "cuda": Seam(
-        ("vllm.utils.deep_gemm", "vllm.model_executor.layers.sparse_attn_indexer"),
-        "fp8_fp4_mqa_logits",
-        ("q", "kv", "weights", *_WINDOWS, "max_seqlen_k"),
-        _make_cuda,
-    ),
-}
 
 
 def _check_installed() -> None:
@@ -212,6 +141,21 @@ def _uses_mx_scales() -> bool:
         return False
     asked = getattr(module, "mqa_logits_use_mx_scales", None)
     return asked is not None and bool(asked())
+
+
+def _layer_is_known() -> bool:
+    """Whether what vLLM does with prefill logits is what :class:`vllm_seams.Pending` was written for."""
+    try:
+        layer = getattr(importlib.import_module(vllm_seams.LAYER), "sparse_attn_indexer", None)
+    except ImportError:  # no such seam: the installation says so
+        return False
+    if layer is not None and text_of(layer) == vllm_seams.LAYER_TEXT:
+        return True
+    _LOGGER.warning(
+        "vLLM %s: %s.sparse_attn_indexer is not that of 0.33.0: prefill scores and selects in two calls, and keeps its "
+        "logits budget", _version(), vllm_seams.LAYER,
+    )  # fmt: skip
+    return False
 
 
 def _arch(platform: Platform) -> Arch | None:

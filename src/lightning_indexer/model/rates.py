@@ -13,6 +13,8 @@ Sources:
         D=128, clean logits, MI355X, microseconds of the Triton and of the HIP kernel.
     [gluon] ROCm/aiter pull request 5048, "add an optimized prefill fp8_mqa_logits for H64D128": microseconds before and
         after it, on an MI350.
+    [main] ROCm/aiter pull request 5216, its column "main", H=32 and H=64, D=128, causal, MI355X; pull request 5434, a
+        sweep of "triton us" on gfx950, H=32, causal, clean. Both time AITER's main of August and September 2026.
     [flydsl] vLLM, the pull request that takes FlyDSL for the prefill indexer on gfx942 and gfx950: GLM-5.2-MXFP4, TP4,
         MI355X, kernel trace of a profile of 60000 tokens in and 600 out.
 """
@@ -66,7 +68,7 @@ def matrix_flop_and_cycles(opcode: str) -> tuple[int, float]:
     """
     found = _MATRIX.fullmatch(opcode.upper())
     if found is None:
-        raise ValueError(f"opcode: got {opcode}, which has no rate in bench/rates.py")
+        raise ValueError(f"opcode: got {opcode}, which has no rate in model/rates.py")
     m, n, k = (int(found[index]) for index in (1, 2, 3))
     kind, shape = found[4], f"{m}X{n}X{k}"
     if "F8F6F4" in kind:
@@ -76,7 +78,7 @@ def matrix_flop_and_cycles(opcode: str) -> tuple[int, float]:
     elif "F16" in kind:
         rate = _HALF if shape in _NEW_HALF_SHAPES else _OLD_HALF
     else:
-        raise ValueError(f"opcode: got {opcode}, which has no rate in bench/rates.py")
+        raise ValueError(f"opcode: got {opcode}, which has no rate in model/rates.py")
     flop = 2 * m * n * k
     return flop, flop / rate
 
@@ -164,3 +166,23 @@ VLLM_FLYDSL = Published(
     unit="ms",
 )
 PUBLISHED = (AITER_HIP, AITER_GLUON, VLLM_FLYDSL)
+
+# [main]: of code that is public, so that a model can be held against the very kernel; scripts/time_aiter.py.
+_CAUSAL = "causal"
+AITER_MAIN = (
+    Published(
+        "ROCm/aiter 5216, main", MI355X, 32, "noclean", ("Gluon",), {},
+        {(4096, 4096, _CAUSAL): (50.7,), (8192, 8192, _CAUSAL): (187.9,)},
+    ),
+    Published(
+        "ROCm/aiter 5216, main", MI355X, 64, "noclean", ("Gluon",), {},
+        {(4096, 4096, _CAUSAL): (123.2,), (8192, 8192, _CAUSAL): (396.3,)},
+    ),
+    Published(
+        "ROCm/aiter 5434", MI355X, 32, "clean", ("Gluon, and torch.full",), {},
+        {
+            (1024, 4096, _CAUSAL): (32.4,), (1024, 16384, _CAUSAL): (117.6,), (2048, 4096, _CAUSAL): (53.2,),
+            (2048, 16384, _CAUSAL): (223.6,),
+        },
+    ),
+)  # fmt: skip

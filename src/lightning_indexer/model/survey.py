@@ -19,13 +19,15 @@ HEAD_DIM = 128
 
 
 def compiled(
-    kernels: Mapping[str, Any], problems: Sequence[MqaLogitsProblem], arch: Arch
+    kernels: Mapping[str, Any], problems: Sequence[MqaLogitsProblem], arch: Arch, begins: Callable[[str], None]
 ) -> tuple[list[Built], list[str]]:
-    """Each kernel built for each problem that its gate admits, and a sentence for each that it does not."""
+    """Each kernel built for each problem that its gate admits, and a sentence for each that it does not; ``begins`` is
+    told what comes next."""
     built = []
     refused: dict[str, None] = {}
     for name, kernel in kernels.items():
         for problem in problems:
+            begins(f"{name} H={problem.heads} D={problem.head_dim}")
             if (reason := kernel.supports(problem, arch)) is not None:
                 refused[f"{name}: {reason}"] = None
             else:
@@ -105,6 +107,38 @@ def beside(predicted: Predicted, launch: Launch, name: str) -> str:
         if base in predictions:
             return f"{us / (predictions[base].in_order * 1e6):.2f} of {base}, [{times[kind] / times[0]:.2f}]"
     return "-"
+
+
+def records(predicted: Predicted) -> list[dict[str, object]]:
+    """One flat record a launch and backend, for JSON; times in microseconds."""
+    published = predicted.published
+    return [
+        {
+            "device": published.rates.name,
+            "heads": published.heads,
+            "head_dim": HEAD_DIM,
+            "form": published.form,
+            "rows": launch[0],
+            "keys": launch[1],
+            "window": launch[2],
+            "backend": name,
+            "in_order_us": 1e6 * prediction.in_order,
+            "overlapped_us": 1e6 * prediction.overlapped,
+            "limit": prediction.limit,
+            "published": dict(zip(published.kernels, published.times[launch], strict=False)),
+            "published_unit": published.unit,
+            "published_of": published.title,
+            "same_kind": _same_kind(published, name),
+        }
+        for launch, predictions in predicted.times.items()
+        for name, prediction in predictions.items()
+    ]
+
+
+def _same_kind(published: Published, name: str) -> str | None:
+    """The published kernel that is of the same kind as a backend's, if there is one."""
+    at = published.kinds.get(name)
+    return None if at is None else tuple(published.kernels)[at]
 
 
 # What was counted of a kernel: of each row and 32 keys, then of each workgroup.

@@ -2,6 +2,8 @@
 
 logits[m, n] = kv_scale[n] * sum_h weights[m, h] * relu(sum_d q[m, h, d] * k[n, d])     n in [ks[m], ke[m])
                -inf elsewhere
+
+q and k are fp8, as in the published models, or both bfloat16, for keys that were never quantised.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class MqaLogitsProblem(NamedTuple):
 
     Attributes:
         rows, keys, heads, head_dim: M, N, H and D.
-        q_dtype, k_dtype: the fp8 dialect of each operand.
+        q_dtype, k_dtype: the fp8 dialect of each operand, or bfloat16 of both.
         out_dtype: ``torch.float32`` or ``torch.bfloat16``.
         clean_logits: write ``-inf`` outside the windows.
         max_seqlen_k: 0, or the width of compressed logits, where column j of row m is position ``ks[m] + j``.
@@ -62,6 +64,10 @@ class MqaLogitsProblem(NamedTuple):
         return OPERATION
 
     @property
+    def is_fp8(self) -> bool:
+        return self.q_dtype is not torch.bfloat16
+
+    @property
     def compressed(self) -> bool:
         return self.max_seqlen_k > 0
 
@@ -78,8 +84,9 @@ class MqaLogitsProblem(NamedTuple):
     def adversarial(self, arch: Arch) -> MqaLogitsProblem:
         """A small problem of the same H, D, form and alignment: row blocks and tiles that are not full."""
         fp8 = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
+        dtype = fp8 if self.is_fp8 else torch.bfloat16
         width = 211 if self.compressed else 0
-        return self._replace(rows=19, keys=531, q_dtype=fp8, k_dtype=fp8, max_seqlen_k=width)
+        return self._replace(rows=19, keys=531, q_dtype=dtype, k_dtype=dtype, max_seqlen_k=width)
 
     def example(self, device: torch.device) -> MqaLogitsCall:
         """A call of this problem with operands that are the same at each time, into a result full of NaN."""
@@ -92,16 +99,17 @@ class MqaLogitsProblem(NamedTuple):
     def __str__(self) -> str:
         form = f"compressed to {self.max_seqlen_k}" if self.compressed else self.form
         dtype = str(self.out_dtype).removeprefix("torch.")
-        return f"M={self.rows} N={self.keys} H={self.heads} D={self.head_dim} {form} {dtype}"
+        operands = "" if self.is_fp8 else " of bfloat16 operands"
+        return f"M={self.rows} N={self.keys} H={self.heads} D={self.head_dim} {form} {dtype}{operands}"
 
 
 class MqaLogitsCall(NamedTuple):
     """The arguments of one call, in the order of ``fp8_mqa_logits``.
 
     What a backend is given has been validated and normalised: ``q`` [M, H, D] and ``k`` [N, D] fp8 of the arch's
-    dialect, last dimension contiguous; ``kv_scale`` [N] float32, contiguous; ``weights`` [M, H] float32, last dimension
-    contiguous; ``ks`` and ``ke`` [M] int32, contiguous; ``out`` [M, width], last dimension contiguous. All on one
-    device; rows of q, k, weights and out may have any stride.
+    dialect or both bfloat16, last dimension contiguous; ``kv_scale`` [N] float32, contiguous; ``weights`` [M, H]
+    float32, last dimension contiguous; ``ks`` and ``ke`` [M] int32, contiguous; ``out`` [M, width], last dimension
+    contiguous. All on one device; rows of q, k, weights and out may have any stride.
     """
 
     q: torch.Tensor
@@ -134,6 +142,8 @@ def validate(call: MqaLogitsCall) -> MqaLogitsCall:
     """
     for name, dtypes, hint in _DTYPES:
         check_tensor(_PUBLIC.get(name, name), getattr(call, name), dtypes, hint)
+    if (call.q.dtype is torch.bfloat16) is not (call.k.dtype is torch.bfloat16):
+        raise TypeError(f"k: got dtype {call.k.dtype} with q of {call.q.dtype}, expected both fp8 or both bfloat16")
     call = _normalised(call)
     _check_shapes(call)
     _check_options(call)
@@ -142,11 +152,12 @@ def validate(call: MqaLogitsCall) -> MqaLogitsCall:
     return call
 
 
+_OPERAND_DTYPES = (*FP8_DTYPES, torch.bfloat16)
 _INT32_HINT = ": pass {name}.to(torch.int32)"
 _PUBLIC = {"ks": "cu_seqlen_ks", "ke": "cu_seqlen_ke"}
 _DTYPES: tuple[tuple[str, tuple[torch.dtype, ...], str], ...] = (
-    ("q", FP8_DTYPES, ""),
-    ("k", FP8_DTYPES, ""),
+    ("q", _OPERAND_DTYPES, ""),
+    ("k", _OPERAND_DTYPES, ""),
     ("weights", (torch.float32, torch.bfloat16, torch.float16), ""),
     ("ks", (torch.int32,), _INT32_HINT.format(name="cu_seqlen_ks")),
     ("ke", (torch.int32,), _INT32_HINT.format(name="cu_seqlen_ke")),
@@ -271,9 +282,23 @@ def problem_of(call: MqaLogitsCall) -> MqaLogitsProblem:
 
 def is_aligned(q: torch.Tensor, k: torch.Tensor) -> bool:
     """True when every row of q and k starts on a 16-byte boundary."""
-    return not (
-        (q.data_ptr() | k.data_ptr() | q.stride(0) | q.stride(1) | k.stride(0)) & 15  # fp8: one byte an element
-    )
+    strides = q.stride(0) | q.stride(1) | k.stride(0)
+    return not ((q.data_ptr() | k.data_ptr() | strides * q.itemsize) & 15)  # q and k have one size
+
+
+def unit_scale(k: object) -> torch.Tensor:
+    """[N] float32 ones: the scales of bfloat16 keys that come without.
+
+    Raises:
+        TypeError: fp8 keys, or no tensor.
+    """
+    check_tensor("k", k, _OPERAND_DTYPES)
+    assert isinstance(k, torch.Tensor)
+    if k.dtype is not torch.bfloat16:
+        raise TypeError(
+            f"kv_scale: got None with k of {k.dtype}, expected float32 scales: bfloat16 keys alone have none"
+        )
+    return k.new_ones(k.shape[:1], dtype=torch.float32)
 
 
 def row_stride(width: int, out_dtype: torch.dtype) -> int:
@@ -301,8 +326,8 @@ def _example(problem: MqaLogitsProblem, device: torch.device) -> MqaLogitsCall:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    def fp8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # Rows that are not aligned start one byte into rows that are.
+    def operand(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        # Rows that are not aligned start one element into rows that are.
         wide = torch.zeros((*values.shape[:-1], head_dim + 16), dtype=dtype, device=device)
         place = wide[..., :head_dim] if problem.aligned else wide[..., 1 : head_dim + 1]
         place.copy_(values.to(dtype).to(device))
@@ -320,7 +345,7 @@ def _example(problem: MqaLogitsProblem, device: torch.device) -> MqaLogitsCall:
         (rows, row_stride(problem.width, problem.out_dtype)), float("nan"), dtype=problem.out_dtype, device=device
     )
     return MqaLogitsCall(
-        fp8(q, problem.q_dtype), fp8(k, problem.k_dtype), kv_scale.to(device), normal(rows, heads).to(device),
+        operand(q, problem.q_dtype), operand(k, problem.k_dtype), kv_scale.to(device), normal(rows, heads).to(device),
         ks.int().to(device), ke.int().to(device), problem.clean_logits, problem.max_seqlen_k, problem.out_dtype,
         out[:, : problem.width],
     )  # fmt: skip

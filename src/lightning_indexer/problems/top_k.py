@@ -6,7 +6,7 @@ then index ascending. NaN is no candidate.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
@@ -21,6 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_K = 4096
 # Positions and slots are int32.
 MAX_WIDTH = 2**31 - 1
+_Call = TypeVar("_Call", bound=tuple[Any, ...])
 # The reference sorts this many candidates at a time, by three int64 each.
 _REFERENCE_ELEMENTS = 2**23
 
@@ -127,39 +128,56 @@ def validate(call: TopKArguments) -> TopKArguments:
     if logits.shape[1] > MAX_WIDTH:
         raise ValueError(f"logits: got {logits.shape[1]} columns, expected at most {MAX_WIDTH}: positions are int32")
     _check_last_contiguous("logits", logits)
-    k: Any = as_int("k", call.k)
+    call = call._replace(
+        logits=logits.resolve_neg(),
+        row_starts=_vector("row_starts", call.row_starts, logits.shape[0], logits.device, "logits"),
+        row_ends=_vector("row_ends", call.row_ends, logits.shape[0], logits.device, "logits"),
+    )
+    return validate_selection(call, logits.shape[0], logits.device, "logits")
+
+
+def validate_selection(call: _Call, rows: int, device: torch.device, owner: str) -> _Call:
+    """Checks what a call says of its selection, whatever it selects from; returns it normalised.
+
+    Args:
+        call: a NamedTuple with the fields of :class:`TopKArguments` from ``index_base`` on, and ``k``.
+        rows: M.
+        device: of the argument ``owner``.
+
+    Raises:
+        TypeError, ValueError: as :func:`validate`.
+    """
+    given: Any = call
+    k: Any = as_int("k", given.k)
     if not 1 <= k <= MAX_K:
         raise ValueError(f"k: got {k}, expected 1 to {MAX_K}")
     known: tuple[tuple[str, str, object], ...] = (
-        ("index_base", call.index_base, IndexBase),
-        ("order", call.order, Order),
-        ("tie", call.tie, Tie),
+        ("index_base", given.index_base, IndexBase),
+        ("order", given.order, Order),
+        ("tie", given.tie, Tie),
     )
-    for option, given, kinds in known:
-        if given not in get_args(kinds):
-            raise ValueError(f"{option}: got {given!r}, expected one of {', '.join(get_args(kinds))}")
-    call = call._replace(
+    for option, value, kinds in known:
+        if value not in get_args(kinds):
+            raise ValueError(f"{option}: got {value!r}, expected one of {', '.join(get_args(kinds))}")
+    given = given._replace(
         k=k,
-        logits=logits.resolve_neg(),
-        row_starts=_vector("row_starts", call.row_starts, logits),
-        row_ends=_vector("row_ends", call.row_ends, logits),
-        offsets=_vector("offsets", call.offsets, logits),
-        values=False if call.values is None else call.values,
+        offsets=_vector("offsets", given.offsets, rows, device, owner),
+        values=False if given.values is None else given.values,
     )
-    _check_base(call)
-    if call.out is not None:
-        _check_result("out", call.out, torch.int32, call)
-    if isinstance(call.values, torch.Tensor):
-        _check_result("values", call.values, torch.float32, call)
-    elif not isinstance(call.values, bool):
-        raise TypeError(f"values: got {type(call.values).__name__}, expected a bool or a torch.Tensor")
-    if call.workspace is not None:
-        check_tensor("workspace", call.workspace, (torch.uint8,))
-        _check_device("workspace", call.workspace, logits)
-        if call.workspace.dim() != 1 or not call.workspace.is_contiguous():
-            got = f"shape {shape_of(call.workspace)}, strides {tuple(call.workspace.stride())}"
+    _check_base(given, rows, device, owner)
+    if given.out is not None:
+        _check_result("out", given.out, torch.int32, rows, k, device, owner)
+    if isinstance(given.values, torch.Tensor):
+        _check_result("values", given.values, torch.float32, rows, k, device, owner)
+    elif not isinstance(given.values, bool):
+        raise TypeError(f"values: got {type(given.values).__name__}, expected a bool or a torch.Tensor")
+    if given.workspace is not None:
+        check_tensor("workspace", given.workspace, (torch.uint8,))
+        _check_device("workspace", given.workspace, device, owner)
+        if given.workspace.dim() != 1 or not given.workspace.is_contiguous():
+            got = f"shape {shape_of(given.workspace)}, strides {tuple(given.workspace.stride())}"
             raise ValueError(f"workspace: got {got}, expected one contiguous dimension, [bytes]")
-    return call
+    return given  # type: ignore[no-any-return]
 
 
 def problem_of(call: TopKArguments) -> TopKProblem:
@@ -178,8 +196,7 @@ def is_aligned(logits: torch.Tensor) -> bool:
     return not (logits.data_ptr() | stride) & 15
 
 
-def _check_base(call: TopKArguments) -> None:
-    rows = call.logits.shape[0]
+def _check_base(call: Any, rows: int, device: torch.device, owner: str) -> None:
     for name, tensor, base, shape in (
         ("offsets", call.offsets, "offset", "[M]"),
         ("page_table", call.page_table, "page", "[M, pages]"),
@@ -198,28 +215,28 @@ def _check_base(call: TopKArguments) -> None:
     if as_int("page_size", call.page_size) < 1:
         raise ValueError(f"page_size: got {call.page_size}, expected at least 1")
     check_tensor("page_table", call.page_table, (torch.int32,))
-    _check_device("page_table", call.page_table, call.logits)
+    _check_device("page_table", call.page_table, device, owner)
     if call.page_table.dim() != 2 or call.page_table.shape[0] != rows:
         raise ValueError(f"page_table: got shape {shape_of(call.page_table)}, expected [{rows}, pages]")
     _check_last_contiguous("page_table", call.page_table)
 
 
-def _vector(name: str, vector: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor | None:
+def _vector(name: str, vector: torch.Tensor | None, rows: int, device: torch.device, owner: str) -> torch.Tensor | None:
     if vector is None:
         return None
     check_tensor(name, vector, (torch.int32,), f": pass {name}.to(torch.int32)")
-    _check_device(name, vector, logits)
-    rows = logits.shape[0]
+    _check_device(name, vector, device, owner)
     flat = contiguous_vector(vector, rows)
     if flat.dim() != 1 or flat.shape[0] != rows:
         raise ValueError(f"{name}: got shape {shape_of(vector)}, expected [{rows}] or [{rows}, 1]")
     return flat.resolve_neg()
 
 
-def _check_result(name: str, result: torch.Tensor, dtype: torch.dtype, call: TopKArguments) -> None:
+def _check_result(
+    name: str, result: torch.Tensor, dtype: torch.dtype, rows: int, k: int, device: torch.device, owner: str
+) -> None:
     check_tensor(name, result, (dtype,))
-    _check_device(name, result, call.logits)
-    rows, k = call.logits.shape[0], call.k
+    _check_device(name, result, device, owner)
     if result.dim() != 2 or result.shape[0] != rows or result.shape[1] != k:
         raise ValueError(f"{name}: got shape {shape_of(result)}, expected [{rows}, {k}]")
     _check_last_contiguous(name, result)
@@ -229,9 +246,9 @@ def _check_result(name: str, result: torch.Tensor, dtype: torch.dtype, call: Top
         )
 
 
-def _check_device(name: str, tensor: torch.Tensor, logits: torch.Tensor) -> None:
-    if tensor.device != logits.device:
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, expected {logits.device}, the device of logits")
+def _check_device(name: str, tensor: torch.Tensor, device: torch.device, owner: str) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, expected {device}, the device of {owner}")
 
 
 def _check_last_contiguous(name: str, tensor: torch.Tensor) -> None:

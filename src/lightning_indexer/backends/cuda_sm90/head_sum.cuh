@@ -6,6 +6,24 @@
 
 namespace {
 
+// Weighted sums of the ReLU of kColumnPairs pairs of products, for each of a lane's two keys, short of 2^25. `d` are
+// WGMMA's registers, four to a pair of columns: (key, even), (key, odd), (key + 8, even), (key + 8, odd); `w` the
+// weights. ReLU by saturation: |score| < 2^25.
+template <int kColumnPairs, int kParts>
+__device__ __forceinline__ void relu_sums(const float* d, const float* w, float& sum0, float& sum1) {
+  float part[2][kParts] = {};  // by key; at least four independent sums cover the latency of an FMA
+#pragma unroll
+  for (int j = 0; j < kColumnPairs; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& p = part[e / 2][(j * 2 + e) % kParts];
+      p = fmaf(__saturatef(d[4 * j + e] * 0x1p-25f), w[2 * j + e % 2], p);
+    }
+  }
+  sum0 = part[0][0] + part[0][1], sum1 = part[1][0] + part[1][1];
+  if constexpr (kParts == 4) sum0 += part[0][2] + part[0][3], sum1 += part[1][2] + part[1][3];
+}
+
 // What a lane knows of its place in a tile.
 struct Lane {
   int row;   // in the row block; and + 4, + 8, ... up to kRowsPerLane of them
@@ -49,22 +67,12 @@ struct HeadSum : Geometry {
     }
   }
 
-  // Sums [row][key] of this lane, short of the key's scale and of 2^25. ReLU by saturation: |score| < 2^25.
+  // Sums [row][key] of this lane, short of the key's scale and of 2^25.
   __device__ __forceinline__ static void sum(const Accumulators& d, const Weights& w, int half, Sums& sum) {
 #pragma unroll
     for (int r = 0; r < kRowsPerLane; ++r) {
-      float part[2][kParts] = {};  // by key; at least four independent sums cover the latency of an FMA
-#pragma unroll
-      for (int jj = 0; jj < kColumnPairs; ++jj) {
-        const int j = r * kColumnPairs + jj;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& p = part[e / 2][(jj * 2 + e) % kParts];
-          p = fmaf(__saturatef(d[4 * j + e] * 0x1p-25f), w[2 * j + e % 2], p);
-        }
-      }
-      float sum0 = part[0][0] + part[0][1], sum1 = part[1][0] + part[1][1];
-      if constexpr (kParts == 4) sum0 += part[0][2] + part[0][3], sum1 += part[1][2] + part[1][3];
+      float sum0, sum1;
+      relu_sums<kColumnPairs, kParts>(d + 4 * r * kColumnPairs, w + 2 * r * kColumnPairs, sum0, sum1);
       if constexpr (kLanesPerRow == 1) {
         sum[r][0] = sum0, sum[r][1] = sum1;
       } else {  // the other half of the heads is one lane away: each lane keeps one key

@@ -21,7 +21,9 @@
 //
 // -inf. What lies outside the tiles of a row block is filled by the fill warps with bulk stores, beside the product.
 #include "head_sum.cuh"
+#include "out.cuh"
 #include "schedule.cuh"
+#include "wgmma.cuh"
 
 namespace {
 
@@ -159,22 +161,6 @@ __device__ void warm_l2(const Arguments& a, const ptx::TensorMap* k_map) {
 
 // ---- fill warps ----
 
-// -inf into [first, last) of one row: bulk stores where 16 bytes align, single elements at the ends.
-__device__ __forceinline__ void fill_row(Out* row, int first, int last, const Shared& s, uint64_t policy, int lane) {
-  if (first >= last) return;
-  constexpr int kVector = 16 / sizeof(Out);
-  constexpr int kBulk = sizeof(s.neg_inf) / sizeof(Out);
-  const int misaligned = reinterpret_cast<uint64_t>(row + first) / sizeof(Out) % kVector;
-  const int body = min(last, first + (kVector - misaligned) % kVector);
-  const int tail = body + (last - body) / kVector * kVector;
-  const Out neg_inf = reinterpret_cast<const Out*>(s.neg_inf)[0];
-  if (first + lane < body) row[first + lane] = neg_inf;
-  if (tail + lane < last) row[tail + lane] = neg_inf;
-  for (int at = body + lane * kBulk; at < tail; at += 32 * kBulk) {
-    ptx::bulk_store(row + at, s.neg_inf, min(kBulk, tail - at) * sizeof(Out), policy);
-  }
-}
-
 __device__ void fill(const Arguments& a, Shared& s, int warp) {
   const int lane = threadIdx.x % 32, blocks = (a.rows + G::kRows - 1) / G::kRows;
   ptx::bar_sync<kPiecesFound, 32 * (G::kWorkers + G::kFillWarps)>();  // s.cost lay where s.neg_inf is
@@ -196,8 +182,8 @@ __device__ void fill(const Arguments& a, Shared& s, int warp) {
     const long long last = static_cast<long long>(span.first_key) + span.tiles * G::kTileKeys;
     for (int r = 0; r < G::kRows && block * G::kRows + r < a.rows; ++r) {
       Out* out = a.out + (block * G::kRows + r) * a.out_stride;
-      fill_row(out, begin, min(span.first_key, end), s, policy, lane);
-      fill_row(out, static_cast<int>(max(last, static_cast<long long>(begin))), end, s, policy, lane);
+      fill_row(out, begin, min(span.first_key, end), s.neg_inf, policy, lane);
+      fill_row(out, static_cast<int>(max(last, static_cast<long long>(begin))), end, s.neg_inf, policy, lane);
     }
   }
   ptx::bulk_commit();
@@ -205,16 +191,6 @@ __device__ void fill(const Arguments& a, Shared& s, int warp) {
 }
 
 // ---- math warpgroups ----
-
-__device__ __forceinline__ Out to_out(float value) {
-#if OUT_BF16
-  unsigned short bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-#else
-  return value;
-#endif
-}
 
 // A value that is the same in all lanes, in a form that tells the compiler so.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
@@ -275,7 +251,7 @@ __device__ void multiply(const Arguments& a, Worker& s) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < G::kHeadDim / 32; ++step) {  // 32 bytes further along the rows: 2 units of 16
-      ptx::wgmma_m64n256k32(d, k_tiles + k_stage * (G::kKTileBytes / 16) + 2 * step, q_tile + 2 * step, step != 0);
+      ptx::wgmma(d, k_tiles + k_stage * (G::kKTileBytes / 16) + 2 * step, q_tile + 2 * step, step != 0);
     }
     ptx::wgmma_commit();
   };
@@ -348,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, 1)
                 const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) unsigned char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
-  if (ptx::shared_address(raw) % 1024 != 0) asm volatile("trap;");  // the swizzle pattern counts from there
+  if (ptx::shared_address(raw) % 1024 != 0) ptx::trap();  // the swizzle pattern counts from there
   const int warp = threadIdx.x / 32;
 
   // The math warps read the windows; the others are at their own code by the time that is done.

@@ -16,7 +16,7 @@ from lightning_indexer.backends.cuda_sm90.config import (
     heuristic,
     neighbours,
 )
-from lightning_indexer.backends.gate import unsupported_shape
+from lightning_indexer.backends.gate import needs_fp8, unsupported_shape
 from lightning_indexer.cuda import driver, nvrtc
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
 
@@ -39,6 +39,8 @@ class MqaLogits:
         if arch.name != "sm90":
             return f"needs sm90 (H100, H200), this is {arch.name}"
         if (reason := unsupported_shape(problem, HEADS, HEAD_DIMS)) is not None:
+            return reason
+        if (reason := needs_fp8(problem)) is not None:
             return reason
         if not problem.aligned:
             return "rows of q and k must start on 16-byte boundaries for TMA"

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "geometry.cuh"
+#include "out.cuh"
 #include "ptx.cuh"
 
 namespace {
@@ -14,14 +15,6 @@ constexpr bool kCompressed = COMPRESSED;
 constexpr int kScratch = 2048;
 constexpr int kKnownBlocks = 1024;
 constexpr int kFillColumns = 2048;
-
-#if OUT_BF16
-using Out = unsigned short;
-constexpr uint32_t kNegInfPair = 0xFF80FF80u;
-#else
-using Out = float;
-constexpr uint32_t kNegInfPair = 0xFF800000u;
-#endif
 
 struct RowBlock {  // what a math warpgroup needs to know of one row block
   int first_row;

@@ -9,7 +9,7 @@ from lightning_indexer.amd import flydsl, launcher_for
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.flydsl_cdna.config import FlyConfig, heuristic, layout, neighbours
-from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
+from lightning_indexer.backends.gate import needs_fp8, unsupported_grid, unsupported_shape
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
 
 HEADS = (32, 64, 128)
@@ -25,6 +25,8 @@ class MqaLogits:
     def supports(self, problem: MqaLogitsProblem, arch: Arch) -> str | None:
         if "32x32x16" not in arch.matrix or arch.wave != 64:
             return f"needs CDNA3 or CDNA4 and its fp8 matrix instruction of 32x32x16, not {arch.name}'s"
+        if (reason := needs_fp8(problem)) is not None:
+            return reason
         if not problem.aligned:
             return "rows of q and k have to start on 16 bytes, for loads of 16 bytes"
         for name, size in (("N", problem.keys), ("max_seqlen_k", problem.width)):

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_indexer.amd import launcher_for, triton_amd
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
+from lightning_indexer.backends.gate import needs_fp8, unsupported_grid, unsupported_shape
 from lightning_indexer.backends.gluon_gfx950.config import WAVES, GluonConfig, heuristic, is_wide, neighbours, variants
 from lightning_indexer.backends.triton_launch import call_like, device_guard
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
@@ -25,6 +25,8 @@ class MqaLogits:
     def supports(self, problem: MqaLogitsProblem, arch: Arch) -> str | None:
         if arch.name != "gfx950":
             return f"copies to LDS of 16 bytes a lane and matrix instructions 64 deep are gfx950's, not {arch.name}'s"
+        if (reason := needs_fp8(problem)) is not None:
+            return reason
         if not problem.aligned:
             return "rows of q and k have to start on 16 bytes, which a lane copies at a time"
         if problem.keys > MAX_POSITION:

@@ -5,9 +5,13 @@ On tensors in host memory it runs in the simulator (see ``amd``); it has not run
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from lightning_indexer.amd import clang
 from lightning_indexer.backends.hip_gfx950.config import Tunables
 from lightning_indexer.backends.hip_gfx950.mqa_logits import MqaLogits
+from lightning_indexer.backends.row_waves import CompiledRowWaves
+from lightning_indexer.backends.selections import SELECTIONS
 
 
 class HipGfx950:
@@ -17,7 +21,9 @@ class HipGfx950:
     summary = "HIP C++ for CDNA4 (MI350X, MI355X), H 32 and 64, D 128; executed in simulation only"
 
     def __init__(self, tunables: Tunables | None = None) -> None:
-        self.kernels = {"fp8_mqa_logits": MqaLogits(tunables)}
+        scoring = MqaLogits(tunables)
+        waves = CompiledRowWaves(scoring, SELECTIONS, attrgetter("rows_of_block"))
+        self.kernels = {"fp8_mqa_logits": scoring, "fp8_mqa_topk": waves}
 
     def missing(self) -> str | None:
         return clang.missing()

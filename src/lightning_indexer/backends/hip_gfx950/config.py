@@ -15,10 +15,12 @@ STAGE = 64  # keys of one stage in LDS
 # Rows and heads of a wave in registers: q takes 16 registers of a lane for each 32 heads, their weights 16 more.
 MAX_HEADS_OF_WAVE = 256
 MAX_SPLITS = 65535  # of the grid's y
-# Where keys are at least this many times the rows, they are streamed; below, they are staged through LDS. The policy
-# prefers this backend where they are streamed, at one H and D.
-STREAM_RATIO = 8
-PREFERRED_HEADS, PREFERRED_HEAD_DIM = 32, 128
+# Up to this many rows, keys are streamed: through LDS, half of a block's waves would have no rows. Of more rows, the
+# address unit limits streaming: 64 lanes that load 16 bytes of 32 keys share no line, and take an access each.
+STREAM_ROWS = 8
+# By heads, how many times the rows keys have to be for the policy to prefer this backend.
+KEYS_A_ROW = {32: 8, 64: 1}
+PREFERRED_HEAD_DIM = 128
 
 Strategy = Literal["stream", "lds"]
 Relu = Literal["clamp", "max"]
@@ -126,7 +128,7 @@ def heuristic(problem: MqaLogitsProblem, arch: Arch, fixed: Tunables | None = No
         ValueError: fixed values that no kernel is built for; the message names them.
     """
     fixed = fixed or Tunables()
-    strategy: Strategy = fixed.strategy or ("stream" if problem.keys >= STREAM_RATIO * problem.rows else "lds")
+    strategy: Strategy = fixed.strategy or ("stream" if problem.rows <= STREAM_ROWS else "lds")
     # Four rows of 32 heads: 128 registers of q and weights, two waves a SIMD; docs/kernels/hip_gfx950.md.
     block_m = fixed.block_m or (2 if problem.rows <= 2 or problem.heads > 32 else 4)
     if block_m * problem.heads > MAX_HEADS_OF_WAVE:

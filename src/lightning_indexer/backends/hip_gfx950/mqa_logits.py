@@ -11,7 +11,7 @@ from lightning_indexer.amd import clang as amdgpu_clang
 from lightning_indexer.amd import launcher_for
 from lightning_indexer.amd.built import Built
 from lightning_indexer.arch import Arch
-from lightning_indexer.backends.gate import unsupported_grid, unsupported_shape
+from lightning_indexer.backends.gate import needs_fp8, unsupported_grid, unsupported_shape
 from lightning_indexer.backends.hip_gfx950.config import (
     TILE,
     KernelConfig,
@@ -59,6 +59,8 @@ class MqaLogits:
             return "compressed logits are not built: a pair of rows would start at different columns"
         if problem.out_dtype is not torch.float32:
             return f"writes float32 logits, {problem.out_dtype} is not built"
+        if (reason := needs_fp8(problem)) is not None:
+            return reason
         if not problem.aligned:
             return "rows of q and k must start on 16-byte boundaries for 16-byte loads"
         if problem.width > MAX_ROW_STRIDE:

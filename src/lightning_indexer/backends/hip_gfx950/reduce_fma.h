@@ -30,7 +30,9 @@ struct Sums {
       const f32x2 pair = {score[v], score[v + 1]};
       const f32x2 relu = v == 0 ? relu_first(pair) : relu_pair(pair, after);
       if (v == 0) after = relu[0];
-      sum = __builtin_elementwise_fma(relu, f32x2{weights.head[v], weights.head[v + 1]}, sum);
+      // Not packed: packed float32 instructions do not execute beside matrix instructions.
+      sum[0] = __builtin_fmaf(relu[0], weights.head[v], sum[0]);
+      sum[1] = __builtin_fmaf(relu[1], weights.head[v + 1], sum[1]);
     }
     row[r] = sum;
   }

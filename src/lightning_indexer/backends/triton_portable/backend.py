@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_indexer.amd import triton_amd
+from lightning_indexer.backends.row_waves import CompiledRowWaves
+from lightning_indexer.backends.selections import SELECTIONS
 from lightning_indexer.backends.triton_portable.gather_k_cache import GatherKCache
 from lightning_indexer.backends.triton_portable.insert_k_cache import InsertKCache
 from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits
@@ -22,10 +24,12 @@ class TritonPortable:
     summary = "one Triton kernel for NVIDIA sm80 and newer and AMD gfx9/gfx12"
     kernels: ClassVar = {
         "fp8_mqa_logits": MqaLogits(),
+        "fp8_mqa_topk": CompiledRowWaves(MqaLogits(), SELECTIONS),
         "fp8_paged_mqa_logits": PagedMqaLogits(),
         "gather_k_cache": GatherKCache(),
         "insert_k_cache": InsertKCache(),
         "prepare_q": PrepareQ(),
+        "fp8_paged_mqa_topk": CompiledRowWaves(PagedMqaLogits(), SELECTIONS),
         "top_k_per_row": TopK(),
     }
 

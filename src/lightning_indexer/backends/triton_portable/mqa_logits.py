@@ -54,7 +54,7 @@ class Launch:
         self.arch, self.block = arch, config.block
         self.sizes = (problem.rows, problem.keys, problem.width, config.chunk)
         self.grid = (problem.rows * -(-problem.width // config.chunk), 1, 1)
-        self.widen = arch.fp8 == "none"
+        self.widen = arch.fp8 == "none" and problem.is_fp8
         self.constants = constants(problem, config, self.widen)
         self.options = options(config, arch)
         self.compiled: dict[object, Any] = {}  # by what `_key` says
@@ -62,8 +62,11 @@ class Launch:
     def __call__(self, call: MqaLogitsCall) -> None:
         from lightning_indexer.backends.triton_portable.mqa_logits_kernel import fp8_mqa_logits_kernel
 
-        arguments = self.arguments(call)
         device = call.q.device
+        if device.type == "cpu" and call.q.dtype is torch.bfloat16 and not simulates(self.arch):
+            # Triton's interpreter multiplies the bits of bfloat16; float32 of them has the same products.
+            call = call._replace(q=call.q.float(), k=call.k.float())
+        arguments = self.arguments(call)
         if device.type == "cpu" and simulates(self.arch):
             self._simulate(arguments)
             return

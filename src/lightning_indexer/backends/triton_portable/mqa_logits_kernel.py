@@ -22,7 +22,8 @@ import triton.language as tl
 def _name(specialization) -> str:
     c = specialization.constants
     form = "compressed" if c["COMPRESSED"] else "clean" if c["CLEAN"] else "noclean"
-    return f"fp8_mqa_logits_H{c['HEADS']}_D{c['HEAD_DIM']}_bkv{c['BLOCK']}_{form}_triton"
+    operands = "bf16" if specialization.signature["q_ptr"] == "*bf16" else "fp8"
+    return f"{operands}_mqa_logits_H{c['HEADS']}_D{c['HEAD_DIM']}_bkv{c['BLOCK']}_{form}_triton"
 
 
 @triton.jit
@@ -76,8 +77,8 @@ def _tile(
 
 @triton.jit(repr=_name, do_not_specialize=["rows", "keys"])
 def fp8_mqa_logits_kernel(
-    q_ptr,  # fp8 (or its bytes, if WIDEN) [M, H, D]
-    k_ptr,  # fp8 (or its bytes, if WIDEN) [N, D]
+    q_ptr,  # fp8 (or its bytes, if WIDEN) or bfloat16 [M, H, D]
+    k_ptr,  # likewise [N, D]
     kv_scale_ptr,  # float32 [N]
     w_ptr,  # float32 [M, H]
     ks_ptr,  # int32 [M]

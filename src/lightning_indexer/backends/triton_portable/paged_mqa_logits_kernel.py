@@ -71,8 +71,9 @@ def _fp4_operand(x, down, lowest, BLOCK: tl.constexpr, SHIFT: tl.constexpr, MODE
     """What the matrix unit reads, [BLOCK, 4 * words], of int32 of four e2m1 codes."""
     x = e4m3_of_e2m1(x, down, lowest, SHIFT, "fn bits" if MODE == "widen" else MODE)
     WIDTH: tl.constexpr = 4 * x.shape[1]
-    pairs = tl.join(x.to(tl.uint8), (x >> 16).to(tl.uint8)), tl.join((x >> 8).to(tl.uint8), (x >> 24).to(tl.uint8))
-    codes = tl.reshape(tl.join(pairs[0], pairs[1]), [BLOCK, WIDTH])
+    even = tl.join(x.to(tl.uint8), (x >> 16).to(tl.uint8))
+    odd = tl.join((x >> 8).to(tl.uint8), (x >> 24).to(tl.uint8))
+    codes = tl.reshape(tl.join(even, odd), [BLOCK, WIDTH])
     if MODE == "widen":
         values = _widen(codes)
     elif MODE == "fn":

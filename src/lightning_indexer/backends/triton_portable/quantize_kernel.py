@@ -22,7 +22,7 @@ def first_channels(D: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def load_pairs(rows, mask, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Rows at pointers [R], as pairs."""
-    if rows.dtype.element_ty == tl.int32 or rows.dtype.element_ty == tl.int64:
+    if rows.dtype.element_ty.is_int():
         a, b = _of_words(tl.load(rows[:, None] + tl.arange(0, D // 2)[None, :], mask=mask[:, None], other=0))
     elif INTERLEAVED:
         x = tl.load(rows[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0)
@@ -49,7 +49,7 @@ def _of_words(word):
 @triton.jit
 def _vector_pairs(pointer, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """A vector of D channels as the pairs of R rows: a lane reads those of its rows, and none goes between lanes."""
-    if pointer.dtype.element_ty == tl.int32 or pointer.dtype.element_ty == tl.int64:
+    if pointer.dtype.element_ty.is_int():
         a, b = _of_words(tl.load(tl.broadcast_to((pointer + tl.arange(0, D // 2))[None, :], [R, D // 2])))
     else:
         first = 2 * tl.arange(0, D // 2) if INTERLEAVED else first_channels(D, HALF)
@@ -93,8 +93,9 @@ def _signs(W: tl.constexpr):
     """float16 [W, W] of 1 and -1, W at most 256: the parity of the bits that row and column share."""
     shared = tl.arange(0, W)[:, None] & tl.arange(0, W)[None, :]
     shared ^= shared >> 4
-    odd = (0x6996 >> (shared & 15)) & 1
-    return (0x3C00 | (odd << 15)).to(tl.uint16).to(tl.float16, bitcast=True)
+    shared ^= shared >> 2
+    shared ^= shared >> 1
+    return (0x3C00 | ((shared & 1) << 15)).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -205,7 +205,7 @@ class _Rules:
             yield 1, "uses M0, written by a scalar instruction,"
 
     def _after_matrix(self, product: Mfma, second: Node) -> Iterator[tuple[int, str]]:
-        passes, wide = _passes(product), product.a.kind != "F32"
+        passes, wide = passes_of(product), product.a.kind != "F32"
         # With float32 factors it ends a pass earlier; gfx950's longer ones one wait state later.
         result = passes + (3 if wide else 2) + (self.arch.late if wide and passes != 2 else 0)
         if second.product is not None:
@@ -287,7 +287,7 @@ def _factors(ins: Instruction) -> int:
     return sum(register_bits(number) for number in {first, second} if number >= 0)
 
 
-def _passes(product: Mfma) -> int:
+def passes_of(product: Mfma) -> int:
     """Passes of a matrix instruction."""
     work = 2 * product.size**2 * product.depth * product.blocks
     kind, bits = product.a.kind, max(product.a.bits, product.b.bits)

@@ -1,0 +1,204 @@
+"""The indexers of transformers, eager and through this library, side by side on one GPU. docs/engines.md has a run.
+
+    python scripts/transformers_ab.py                  # one indexer of each class, published dimensions; small models
+    python scripts/transformers_ab.py --tokens 8192 --skip-models
+
+Weights are random. Times are medians of CUDA events; "first" is the first layer of a forward, which reads the mask.
+Memory is the peak above what stood before the call, its result included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import re
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+
+from lightning_indexer.integrations import transformers as plugin
+
+SIDES = ("eager", "fp8", "bfloat16")
+# H of the indexer, hidden size and rank of q: the models' configurations.
+KINDS = {
+    "deepseek_v32": ("DeepseekV32", 64, 7168, 1536),
+    "glm_moe_dsa": ("GlmMoeDsa", 32, 6144, 2048),
+    "deepseek_v4": ("DeepseekV4", 64, 4096, 1024),
+}
+GIB = 2**30
+
+
+def config_of(kind: str, **options: object) -> object:
+    name, heads, hidden, rank = KINDS[kind]
+    sizes = {"index_n_heads": heads, "index_head_dim": 128, "hidden_size": hidden, "q_lora_rank": rank}
+    return getattr(transformers, f"{name}Config")(**(sizes | options))
+
+
+def random_(module: torch.nn.Module) -> torch.nn.Module:
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        elif "norm" in name and "weight" in name:
+            torch.nn.init.ones_(parameter)
+    return module
+
+
+def indexer_call(kind: str, tokens: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor], Callable[[], object]]:
+    """One indexer, a prefill of ``tokens`` through it without a cache, and what makes its mask a new one."""
+    config = config_of(kind, num_hidden_layers=4)
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    make = getattr(module, f"{KINDS[kind][0]}Indexer")
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        indexer = random_((make(config) if kind == "deepseek_v4" else make(config, 3)).to(torch.bfloat16))
+        if kind != "deepseek_v4":
+            indexer.weights_proj.float()  # which the models keep so
+        hidden = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16)
+        residual = torch.randn(1, tokens, config.q_lora_rank, dtype=torch.bfloat16)
+        positions = torch.arange(tokens)[None]
+        if kind == "deepseek_v4":
+            return indexer, lambda: indexer(hidden, residual, positions, None, 3), lambda: None
+        rope = getattr(module, f"{KINDS[kind][0]}RotaryEmbedding")(config)(hidden, positions)
+        mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril_()
+        call = lambda: indexer(hidden, residual, rope, mask[:, 0], positions)  # noqa: E731
+        return indexer, call, lambda: mask[..., :1].fill_(True)
+
+
+def measured(call: Callable[[], torch.Tensor], repeats: int) -> tuple[float, float, float]:
+    """Milliseconds of the first call and the median of the others, and GiB of peak memory."""
+    times = []
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(repeats + 1):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return times[0], statistics.median(times[1:]), (torch.cuda.max_memory_allocated() - before) / GIB
+
+
+def overlap(
+    ours: torch.Tensor, theirs: torch.Tensor, visible: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[float, float]:
+    """Mean and worst share of a row's keys, on rows spread over the prefill."""
+    shares = []
+    for row in range(ours.shape[1] // 64 - 1, ours.shape[1], max(1, ours.shape[1] // 64)):
+        sets = [set(side[0, row].tolist()) for side in (ours, theirs)]
+        sets = [{key for key in side if 0 <= key < visible(torch.tensor(row))} for side in sets]
+        shares.append(len(sets[0] & sets[1]) / max(1, len(sets[1])))
+    return statistics.mean(shares), min(shares)
+
+
+@torch.no_grad()
+def indexers(kind: str, tokens: int, eager_up_to: int) -> list[str]:
+    lines, found = [], {}
+    indexer, call, renew = indexer_call(kind, tokens)
+    for side in SIDES:
+        if side == "eager" and tokens > eager_up_to:
+            lines.append(f"| {kind} | {tokens} | eager | not run | | | |")
+            continue
+        if side != "eager":
+            plugin.install(indexer, precision=side)
+        try:
+            if side != "eager":
+                call()  # compiles
+                renew()
+            first, others, gib = measured(call, 3 if tokens > 2**15 else 5)
+            found[side] = call()
+            text = f"{first:.1f} | {others:.1f} | {gib:.2f}"
+        except torch.OutOfMemoryError as error:
+            asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
+            text = f"out of memory, asked for {asked[1] if asked else '?'} | | "
+        finally:
+            if side != "eager":
+                plugin.uninstall()
+            gc.collect()
+            torch.cuda.empty_cache()
+        same = ""
+        if side != "eager" and side in found and "eager" in found:
+            ratio = 4 if kind == "deepseek_v4" else 1
+            mean, worst = overlap(found[side], found["eager"], lambda row, r=ratio: (int(row) + 1) // r)
+            same = f"{100 * mean:.3f}%, {100 * worst:.2f}%"
+        lines.append(f"| {kind} | {tokens} | {side} | {text} | {same} |")
+    return lines
+
+
+MODEL = {
+    "vocab_size": 4096, "intermediate_size": 1024, "moe_intermediate_size": 256, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 3, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None, "max_position_embeddings": 65536,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def model(kind: str, prompt: int, new: int) -> list[str]:
+    """``generate()`` of a model of few layers; what the first indexer selects, and the tokens."""
+    options = dict(MODEL)
+    if kind == "deepseek_v4":
+        for name in ("intermediate_size", "num_key_value_heads", "n_group", "topk_group", "first_k_dense_replace"):
+            options.pop(name)
+        options |= {"layer_types": ["heavily_compressed_attention"] + ["compressed_sparse_attention"] * 2}
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        config = config_of(kind, **options)
+        net = random_(getattr(transformers, f"{KINDS[kind][0]}ForCausalLM")(config).eval().to(torch.bfloat16))
+        ids = torch.randint(2, 4096, (1, prompt))
+    if kind != "deepseek_v4":
+        net.set_attn_implementation("sdpa")
+    lines, tokens = [], {}
+    for side in SIDES:
+        if side != "eager":
+            plugin.install(net, precision=side)
+        net.generate(ids, max_new_tokens=3, do_sample=False)
+        times = {}
+        for count in (1, new):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            out = net.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+            torch.cuda.synchronize()
+            times[count] = time.perf_counter() - begin
+        tokens[side] = out[0, prompt:].tolist()
+        rate = (new - 1) / (times[new] - times[1])
+        same = ""
+        if side != "eager":
+            plugin.uninstall()
+            equal = [a == b for a, b in zip(tokens[side], tokens["eager"], strict=True)]
+            same = f"{sum(equal)} of {new}" + ("" if all(equal) else f", the first other one at {equal.index(False)}")
+        lines.append(f"| {kind} | {prompt} | {side} | {1e3 * times[1]:.0f} | {rate:.1f} | {same} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072])
+    parser.add_argument("--eager-up-to", type=int, default=65536)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 6144])
+    parser.add_argument("--new", type=int, default=48)
+    parser.add_argument("--skip-models", action="store_true")
+    given = parser.parse_args()
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.cuda.get_device_name()}")
+    print("\n| indexer | tokens | side | first, ms | next layers, ms | GiB | overlap with eager: mean, worst row |")
+    print("| --- " * 7 + "|")
+    for kind in given.kinds:
+        for tokens in given.tokens:
+            print("\n".join(indexers(kind, tokens, given.eager_up_to)), flush=True)
+    if given.skip_models:
+        return
+    print("\n| model | prompt | side | generate() of one token, ms | decode, tokens/s | tokens as eager |")
+    print("| --- " * 6 + "|")
+    for kind in given.kinds:
+        for prompt in given.prompts:
+            print("\n".join(model(kind, prompt, given.new)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Pictures from recorded results: what ``bench --json``, ``cost --json`` and ``e2e`` wrote, whenever and wherever.
+
+Every picture says below what it was made from: device, versions, commit, date, file. Nothing is drawn that is not in
+the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+COLOURS = ("#0b6bcb", "#d1495b", "#2e8b57", "#edae49", "#6a4c93", "#7f7f7f")
+GREY = "#b0b0b0"
+Document = Mapping[str, Any]
+
+
+def load(path: Path) -> Document:
+    """The document in a JSON file, or in the JSON block of a ``report``.
+
+    Raises:
+        ValueError: no such document.
+        OSError: the file cannot be read.
+    """
+    text = path.read_text()
+    if path.suffix == ".md":
+        found = re.findall(r"^```json\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+        if not found:
+            raise ValueError(f"{path}: has no JSON block")
+        text = found[-1]
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: is no JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"{path}: expected what `bench`, `cost --json`, `e2e` or `report` wrote, got a list")
+    return document
+
+
+def parts(document: Document) -> dict[str, Document]:
+    """What a file holds, by what is added to the names of its pictures: itself, or the parts of a ``report``."""
+    if document.get("kind") != "lightning-indexer-report":
+        return {"": document}
+    return {
+        "-" + re.sub(r"\W+", "-", part["title"]): {**part["document"], "environment": document["environment"]}
+        for part in document["parts"]
+        if isinstance(part["document"], dict) and part["title"].startswith(("bench", "e2e"))
+    }
+
+
+def kinds(document: Document) -> list[str]:
+    """Which pictures a document can give."""
+    rows = [row for row in document.get("rows", ()) if row.get("median_us")]
+    first = rows[0] if rows else {}
+    found = []
+    if "s_q" in first:
+        found.append("scores")
+    if "width" in first:
+        found.append("selection")
+    if "next_n" in first:
+        found.append("decode")
+    if any(row.get("extra_bytes") for row in rows) and len({_context(row) for row in rows}) > 1:
+        found.append("memory")
+    if document.get("kind") == "model":
+        found.append("model")
+    if any("phases_s" in row for row in document.get("runs", ())):
+        found.append("phases")
+    return found
+
+
+def draw(document: Document, kind: str, source: str, path: Path) -> None:
+    """Draws one picture.
+
+    Args:
+        kind: one of :func:`kinds`.
+        source: the name of the file, for the line below.
+        path: where it goes; its ending says in which format.
+    """
+    figure = _KINDS[kind](document)
+    facts = document.get("environment", {})
+    names = ("device", "lightning-indexer", "torch", "triton", "cuda", "rocm", "vllm", "commit", "date")
+    told = [f"{name} {facts[name]}" if name != "device" else str(facts[name]) for name in names if facts.get(name)]
+    figure.supxlabel(" · ".join([*told, source]), fontsize=7, color="#555555")
+    figure.savefig(path, dpi=120, metadata={"Software": None} if path.suffix == ".png" else None)
+
+
+def _scores(document: Document) -> Any:
+    """Time of each shape relative to the best peer that has all of the compressed form, else of the clean one."""
+    rows = [row for row in document["rows"] if row.get("median_us")]
+    peers = [name for name in _contenders(rows) if name in ("deep_gemm", "aiter", "einsum")]
+    form = "compressed" if any(r["form"] == "compressed" and r["contender"] in peers for r in rows) else "clean"
+    rows = [row for row in rows if row["form"] == form]
+    base = next((name for name in peers if any(row["contender"] == name for row in rows)), _contenders(rows)[-1])
+    ours = [name for name in _contenders(rows) if name != base]
+    heads = sorted({row["heads"] for row in rows})
+    figure = _figure(6.2 * len(heads), 0.9 + 0.27 * len({_case(row) for row in rows}) / len(heads) * len(ours))
+    for axes, h in zip(figure.subplots(1, len(heads), squeeze=False)[0], heads, strict=True):
+        mine = [row for row in rows if row["heads"] == h]
+        times = {(_case(row), row["contender"]): row["median_us"] for row in mine}
+        cases = [case for case in dict.fromkeys(_case(row) for row in mine) if (case, base) in times]
+        labels = [f"{case}  {times[case, base]:.0f} us" for case in cases]
+        series = {
+            name: [times[case, base] / times[case, name] if (case, name) in times else None for case in cases]
+            for name in ours
+        }
+        _bars(axes, labels, series, "{:.2f}x")
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set(
+            title=f"H={h} D={mine[0]['head_dim']}, {form} logits",
+            xlabel=f"time of {base}, beside each shape, over time",
+        )
+    figure.suptitle(f"fp8_mqa_logits beside {base}: above 1 is faster")
+    return figure
+
+
+def _selection(document: Document) -> Any:
+    rows = [row for row in document["rows"] if row.get("median_us")]
+    cases = list(dict.fromkeys(_case(row) for row in rows))
+    floors = {_case(row): row["floor_us"] for row in rows}
+    figure = _figure(9, 1.2 + 0.11 * len(cases) * len(_contenders(rows)))
+    axes = figure.subplots()
+    times = {(_case(row), row["contender"]): row["median_us"] for row in rows}
+    series = {name: [times.get((case, name)) for case in cases] for name in _contenders(rows)}
+    _bars(axes, cases, series, "{:.1f}")
+    for at, case in enumerate(cases):
+        if floors[case]:
+            axes.plot([floors[case]] * 2, [at - 0.1, at + 0.9], color="black", linewidth=1.6)
+    axes.set(xscale="log", xlabel="us, log scale; the black line is one read of the rows, torch.amax")
+    figure.suptitle("top_k_per_row beside its peers: shorter is faster")
+    return figure
+
+
+def _decode(document: Document) -> Any:
+    rows = [row for row in document["rows"] if row.get("median_us")]
+    cases = list(dict.fromkeys(_case(row) for row in rows))
+    rate = {(_case(row), row["contender"]): row["gbs"] for row in rows}
+    figure = _figure(9, 1.2 + 0.19 * len(cases) * len(_contenders(rows)))
+    axes = figure.subplots()
+    _bars(axes, cases, {name: [rate.get((case, name)) for case in cases] for name in _contenders(rows)}, "{:.0f}")
+    ceiling = document.get("ceilings", {}).get("copy_gbs")
+    if ceiling:
+        axes.axvline(ceiling, color="black", linewidth=1.0, linestyle="--", label=f"copy, {ceiling:.0f} GB/s")
+        axes.legend(loc="lower right", fontsize=8)
+    axes.set(xlabel="GB/s of the cache")
+    figure.suptitle("fp8_paged_mqa_logits: bytes of the cache a second")
+    return figure
+
+
+def _memory(document: Document) -> Any:
+    """The most that a call of each contender holds, over the context."""
+    rows = [row for row in document["rows"] if row.get("median_us") and row.get("extra_bytes")]
+    figure = _figure(7.5, 4.6)
+    axes = figure.subplots()
+    for at, name in enumerate(_contenders(rows)):
+        most: dict[int, float] = {}
+        for row in rows:
+            if row["contender"] == name:
+                most[_context(row)] = max(most.get(_context(row), 0.0), row["extra_bytes"] / 2**20)
+        places = sorted(most)
+        axes.plot(places, [most[place] for place in places], marker="o", color=COLOURS[at % len(COLOURS)], label=name)
+    axes.set(
+        xscale="log", yscale="log", xlabel="keys of the context", ylabel="MiB above the operands, the result's too"
+    )
+    axes.set_xscale("log", base=2)
+    axes.grid(visible=True, which="both", alpha=0.2)
+    axes.legend(fontsize=8)
+    figure.suptitle("Memory of a call, the most over the shapes of each context")
+    return figure
+
+
+def _model(document: Document) -> Any:
+    """Predicted times over published ones of the same kind of kernel."""
+    rows = [
+        row for row in document["launches"]
+        if row["published_unit"] == "us" and row["same_kind"] and row["published"].get(row["same_kind"])
+    ]  # fmt: skip
+    figure = _figure(6.8, 5.6)
+    axes = figure.subplots()
+    labelled: list[tuple[float, float]] = []
+    for at, name in enumerate(dict.fromkeys(row["backend"] for row in rows)):
+        mine = [row for row in rows if row["backend"] == name]
+        published = [row["published"][row["same_kind"]] for row in mine]
+        label = f"{name} beside {mine[0]['same_kind']}, H={mine[0]['heads']}"
+        axes.scatter(
+            published, [row["in_order_us"] for row in mine], s=28, alpha=0.8, color=COLOURS[at % len(COLOURS)],
+            label=label,
+        )  # fmt: skip
+        for row, x in zip(mine, published, strict=True):
+            # One label where points lie together.
+            place = math.log(x), math.log(row["in_order_us"])
+            if any(abs(place[0] - other[0]) < 0.9 and abs(place[1] - other[1]) < 0.12 for other in labelled):
+                continue
+            labelled.append(place)
+            axes.annotate(
+                f"{row['rows']}x{row['keys']} {row['window']}", (x, row["in_order_us"]), xytext=(4, -3),
+                textcoords="offset points", fontsize=5.5, color="#555555",
+            )  # fmt: skip
+    axes.margins(x=0.12)
+    if rows:
+        low, high = axes.get_xlim()[0], axes.get_xlim()[1]
+        axes.plot([max(low, 1), high], [max(low, 1), high], color="black", linewidth=0.8, label="equal")
+    axes.set(xscale="log", yscale="log", xlabel="published by others, us", ylabel="model, us")
+    axes.grid(visible=True, which="both", alpha=0.2)
+    axes.legend(fontsize=7)
+    figure.suptitle("A model from simulated counts, not a measurement, beside published times")
+    return figure
+
+
+def _phases(document: Document) -> Any:
+    """Seconds of each phase of a prefill, stacked."""
+    rows = document["runs"]
+    labels = [f"{row['context']} {row['side']}: {row['backend']} + {row['selection']}" for row in rows]
+    middle = [{name: _middle(seconds) for name, seconds in row["phases_s"].items()} for row in rows]
+    figure = _figure(9, 1.2 + 0.45 * len(rows))
+    axes = figure.subplots()
+    left = [0.0] * len(rows)
+    for at, phase in enumerate(dict.fromkeys(name for each in middle for name in each)):
+        seconds = [each.get(phase, 0.0) for each in middle]
+        axes.barh(labels, seconds, left=left, color=COLOURS[at % len(COLOURS)], label=phase)
+        left = [a + b for a, b in zip(left, seconds, strict=True)]
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds")
+    axes.legend(fontsize=7)
+    figure.suptitle("Prefill by phase")
+    return figure
+
+
+_KINDS: dict[str, Callable[[Document], Any]] = {
+    "scores": _scores,
+    "selection": _selection,
+    "decode": _decode,
+    "memory": _memory,
+    "model": _model,
+    "phases": _phases,
+}
+KINDS = tuple(_KINDS)
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, max(height, 2.5)), layout="constrained")
+
+
+def _bars(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence[float | None]], text: str) -> None:
+    """A group of horizontal bars for each label, a bar a series with its value at its end."""
+    height = 0.8 / len(series)
+    for index, (name, values) in enumerate(series.items()):
+        at = [place + index * height for place, value in enumerate(values) if value is not None]
+        known = [value for value in values if value is not None]
+        bars = axes.barh(at, known, height=height, color=COLOURS[index % len(COLOURS)], label=name)
+        axes.bar_label(bars, [text.format(value) for value in known], fontsize=6, padding=2)
+    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(labels))], labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.margins(x=0.1, y=0.01)
+    axes.grid(visible=True, axis="x", alpha=0.3)
+    axes.legend(loc="lower right", fontsize=8)
+
+
+def _contenders(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["contender"] for row in rows))
+
+
+def _context(row: Mapping[str, Any]) -> int:
+    return int(row.get("s_k") or row.get("width") or row.get("context") or 0)
+
+
+def _case(row: Mapping[str, Any]) -> str:
+    if "s_q" in row:
+        return f"({row['s_q']}, {row['s_k']}) {row['window']}"
+    if "width" in row:
+        more = "" if row["k"] == 2048 else f" k={row['k']}"
+        return f"{row['rows']} x {row['width']} {row['window']}{more}{' ties' if row.get('ties') else ''}"
+    return f"B={row['batch']} next_n={row['next_n']} {row['context']} H={row['heads']}"
+
+
+def _middle(seconds: Any) -> float:
+    return float(sorted(seconds)[len(seconds) // 2]) if isinstance(seconds, list) else float(seconds)

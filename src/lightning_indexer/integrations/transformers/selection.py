@@ -1,0 +1,145 @@
+"""From q, K and what each row may see to the selected positions, some rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
+from lightning_indexer.calls.top_k import top_k_per_row
+from lightning_indexer.integrations.transformers.keys import KeyFormat, Scored
+from lightning_indexer.integrations.window_selection import select_in_windows
+from lightning_indexer.windows import allowed_keys, spans_of
+
+# Rows are taken together while their logits, and their q in float32, stay under these.
+LOGITS_BYTES, QUERY_BYTES = 128 * 2**20, 64 * 2**20
+# Up to here a mask is applied to the logits: reading its windows back would take longer than the step.
+FEW_ROWS = 256
+
+# From a slice of rows (batch times positions, flattened) to their q and weights.
+Queries = Callable[[slice], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Windows(NamedTuple):
+    """Positions that each row sees: [rows] int32, counted in its own sequence, and the lengths on the host if known."""
+
+    start: torch.Tensor
+    stop: torch.Tensor
+    lengths: torch.Tensor | None = None
+
+
+def select(
+    kv: tuple[torch.Tensor, torch.Tensor | None],
+    queries: Queries,
+    form: KeyFormat,
+    seen: Windows | torch.Tensor,
+    out: torch.Tensor,
+    heads: int,
+    *,
+    fill: bool,
+) -> torch.Tensor:
+    """The k best positions of each row.
+
+    Args:
+        kv: keys of B sequences of T, one behind the other.
+        queries: gives q [m, H, D] and float32 weights [m, H] of some rows.
+        form: of q.
+        seen: windows, or a mask [B, S, T] whose rows may have holes or biases.
+        out: [B, S, k] int32, written; k at most T.
+        heads: H.
+        fill: slots behind a row's last key take positions that it does not see, as torch.topk gives; else -1.
+    """
+    batch, tokens, k = out.shape
+    keys, head_dim = kv[0].shape[0] // batch, kv[0].shape[1]
+    rows = batch * tokens
+    step = max(1, min(LOGITS_BYTES // (4 * keys), QUERY_BYTES // (4 * heads * head_dim)))
+    indices = out.view(rows, k)
+    base = torch.arange(batch, dtype=torch.int32, device=out.device).repeat_interleave(tokens) * keys
+    if not isinstance(seen, Windows):
+        start, last, _ = spans_of(seen)
+        seen = seen.expand(batch, tokens, keys)
+        last = last.view(-1, tokens).expand(batch, tokens).reshape(-1)
+    for first in range(0, rows, step):
+        part = slice(first, min(first + step, rows))
+        operands = form.queries(*queries(part))
+        if isinstance(seen, Windows):
+            start, stop = seen.start[part], seen.stop[part]
+            # Several sequences: columns relative to the window, or each row would be as long as all of them.
+            select_in_windows(
+                operands.q, kv, operands.weights, base[part] + start, base[part] + stop, indices[part],
+                width=keys if batch > 1 else 0, offsets=start,
+            )  # fmt: skip
+            if fill and (seen.lengths is None or int(seen.lengths[part].min()) < k):
+                _fill(indices[part], start, stop)
+        else:
+            row = torch.arange(part.start, part.stop, device=out.device)
+            mask = seen[0, part] if batch == 1 else seen[row // tokens, row % tokens]
+            _masked(operands, kv, base[part], last[part], mask, batch, indices[part])
+    return out
+
+
+def _masked(
+    operands: Scored,
+    kv: tuple[torch.Tensor, torch.Tensor | None],
+    base: torch.Tensor,
+    last: torch.Tensor,
+    mask: torch.Tensor,
+    batch: int,
+    out: torch.Tensor,
+) -> None:
+    """Scores up to each row's last key, then masks as the eager code does."""
+    logits = fp8_mqa_logits(
+        operands.q, kv, operands.weights, base, base + last, clean_logits=False,
+        max_seqlen_k=mask.shape[1] if batch > 1 else 0,
+    )  # fmt: skip
+    if mask.dtype is not torch.bool:
+        logits = logits + mask
+    # Behind a row's last key logits hold anything: they are hidden last.
+    logits = logits.masked_fill_(~allowed_keys(mask), float("-inf"))
+    top_k_per_row(logits, out.shape[1], order="any", out=out)
+    out.clamp_(min=0)  # -1 where scores are NaN
+
+
+def _fill(indices: torch.Tensor, start: torch.Tensor, stop: torch.Tensor) -> None:
+    """The positions before and behind a row's window, in order, into the slots behind those of its keys."""
+    start, length = start[:, None], (stop - start).clamp(min=0)[:, None]
+    slot = torch.arange(indices.shape[1], dtype=torch.int32, device=indices.device)
+    other = (slot - length).clamp(min=0)
+    other = other + torch.where(other >= start, length, 0)
+    indices.copy_(torch.where(indices < 0, other, indices))
+
+
+class _Known(NamedTuple):
+    storage: StorageWeakRef
+    layout: tuple[object, ...]
+    seen: Windows | None
+
+
+class Masks:
+    """Windows of the mask that the layers of a model share, read back once a mask."""
+
+    def __init__(self) -> None:
+        self._known: dict[torch.device, _Known] = {}
+
+    def seen(self, mask: torch.Tensor, batch: int, tokens: int) -> Windows | torch.Tensor:
+        """Windows where there are many rows and each sees one run of keys, else the mask as it is."""
+        if batch * tokens <= FEW_ROWS or torch.compiler.is_compiling():
+            return mask
+        version = None if mask.is_inference() else mask._version
+        layout = (mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, batch, version)
+        storage = StorageWeakRef(mask.untyped_storage())  # type: ignore[no-untyped-call]
+        known = self._known.get(mask.device)
+        # A weak reference keeps the address of its storage from being given to another.
+        if known is None or known.storage.cdata != storage.cdata or known.layout != layout:
+            known = self._known[mask.device] = _Known(storage, layout, self._read(mask, batch, tokens))
+        return mask if known.seen is None else known.seen
+
+    def _read(self, mask: torch.Tensor, batch: int, tokens: int) -> Windows | None:
+        start, stop, exact = spans_of(mask)
+        if not bool(exact.all()):
+            return None
+        start, stop = (side.view(-1, tokens).expand(batch, tokens).reshape(-1) for side in (start, stop))
+        return Windows(start, stop, (stop - start).cpu())

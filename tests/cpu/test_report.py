@@ -1,0 +1,232 @@
+"""``report`` and ``plot``: one file of a machine, whatever its parts do; pictures of what was recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from helpers import CPU
+from lightning_indexer import Arch
+from lightning_indexer.bench import pictures
+from lightning_indexer.cli import app as cli
+from lightning_indexer.cli import report
+from lightning_indexer.cli.report import Part
+
+VERIFIED = {
+    "cases": 3, "failures": [{"case": "(1, 1)", "detail": "off by 1e-3"}], "left_out": {},
+    "summary": [{"count": {"pass": 2}, "diff": {"torch.float32": 4.9e-8}}],
+}  # fmt: skip
+TIMED = {"rows": [{"contender": "a", "median_us": 5.0}, {"contender": "b", "median_us": None}]}
+# What a part's process does, by the first word of its arguments.
+PROGRAM = f"""
+import json, os, signal, sys, time
+verb = sys.argv[1]
+if verb == "verify":
+    print(json.dumps({VERIFIED!r}))
+    sys.exit(1)
+if verb == "bench":
+    if "slow" in sys.argv:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print(json.dumps({TIMED!r}))
+            sys.exit(130)
+    print(json.dumps({TIMED!r}))
+if verb == "info":
+    print("{{}}")
+if verb == "resources":
+    print("not JSON", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+@pytest.fixture
+def parts(monkeypatch, tmp_path):
+    """Replaces the commands by a program of a few lines; what is to run."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    real = subprocess.Popen
+
+    def start(command, **options):
+        return real([sys.executable, "-S", str(script), *command[3:]], **options)
+
+    monkeypatch.setattr(report.subprocess, "Popen", start)
+    monkeypatch.setattr(report, "LEAST", 1.0)
+    chosen: list[Part] = []
+    monkeypatch.setattr(report, "_on_device", lambda where, folder: chosen)
+    return chosen
+
+
+def run(*arguments):
+    result = CliRunner().invoke(cli.app, ["report", "--device", "cpu", "--output", "r.md", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_each_part_is_recorded_whatever_becomes_of_it(parts, tmp_path):
+    parts += [
+        Part("info", ("info",), 1.0), Part("verify x", ("verify",), 1.0), Part("bench y", ("bench",), 1.0),
+        Part("resources", ("resources",), 1.0), Part("bench z", ("bench", "slow"), 0.001),
+    ]  # fmt: skip
+    result = run("--minutes", "0.2")
+    assert result.exit_code == 1
+    text = (tmp_path / "r.md").read_text()
+    assert re.search(r"\| info \| passed \|", text)
+    assert re.search(r"\| verify x \| failed \| \d+ \| 2 of 3 passed, 1 failed, worst calc_diff 4.9e-08 \|", text)
+    assert "- (1, 1): off by 1e-3" in text
+    assert re.search(r"\| bench y \| passed \| \d+ \| 1 of 2 measurements: a \|", text)
+    assert re.search(r"\| resources \| crashed, exit status -11 \|", text)
+    assert "not JSON" in text
+    assert re.search(r"\| bench z \| stopped, its time was up \| \d+ \| 1 of 2 measurements: a \|", text)
+    document = pictures.load(tmp_path / "r.md")
+    assert document["kind"] == "lightning-indexer-report"
+    assert {"device", "arch", "commit", "date", "torch"} <= set(document["environment"])
+    assert [part["document"] for part in document["parts"]] == [{}, VERIFIED, TIMED, None, TIMED]
+
+
+def test_a_report_of_what_is_right_succeeds(parts):
+    parts.append(Part("bench y", ("bench",), 1.0))
+    result = run("--json")
+    assert (result.exit_code, json.loads(result.stdout)["format"]) == (0, report.FORMAT)
+
+
+def test_a_report_that_is_stopped_has_its_parts(parts, tmp_path, monkeypatch):
+    parts += [Part("info", ("info",), 1.0), Part("bench y", ("bench",), 1.0)]
+    real = report._one
+    monkeypatch.setattr(
+        report, "_one", lambda part, seconds: real(part, seconds) if part.title == "info" else _interrupt()
+    )
+    assert run().exit_code == 130
+    assert [part["title"] for part in pictures.load(tmp_path / "r.md")["parts"]] == ["info"]
+
+
+def _interrupt():
+    raise KeyboardInterrupt
+
+
+def test_a_bad_place_is_refused_before_anything_runs(parts, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(report, "_run", lambda *rest: pytest.fail("it ran"))
+    result = CliRunner().invoke(cli.app, ["report", "--device", "cpu", "--output", str(tmp_path / "file" / "r.md")])
+    assert (result.exit_code, "cannot write" in result.output) == (2, True)
+
+
+def test_parts_are_every_backend_and_operation(tmp_path):
+    parts = report._on_device(CPU, tmp_path)
+    titles = [part.title for part in parts]
+    for operation in ("fp8_mqa_logits", "fp8_paged_mqa_logits", "top_k_per_row"):
+        assert f"verify {operation} torch-blocked" in titles
+        assert f"bench {operation}" in titles
+    simulated = [part.title for part in report._simulated(Arch.parse("gfx950"))]
+    assert "verify fp8_mqa_logits triton-portable" in simulated
+    assert not any(title.startswith("bench") for title in simulated), "the simulator has no clock"
+
+
+def test_nothing_of_the_user_is_told(parts, tmp_path):
+    parts.append(Part("bench y", ("bench", "--results", str(tmp_path)), 1.0))
+    run()
+    assert str(tmp_path) not in (tmp_path / "r.md").read_text()
+
+
+# plot
+
+FACTS = {"device": "a device", "torch": "2.13", "commit": "0badcafe", "date": "2026-01-02"}
+
+
+def scores(extra: int | None = None) -> dict:
+    rows = [
+        {"window": "causal", "form": "compressed", "heads": heads, "head_dim": 128, "s_q": 128, "s_k": s_k,
+         "contender": name, "median_us": us, "extra_bytes": extra}
+        for heads in (32, 64) for s_k in (1024, 4096) for name, us in (("ours", 10.0), ("deep_gemm", 20.0))
+    ]  # fmt: skip
+    return {"environment": FACTS, "rows": rows}
+
+
+DOCUMENTS = {
+    "scores": scores(),
+    "memory": scores(2**20),
+    "selection": {"environment": FACTS, "rows": [
+        {"rows": 4, "width": 8, "k": 2, "window": "whole", "ties": False, "contender": "ours", "median_us": 5.0,
+         "floor_us": 4.0}]},
+    "decode": {"environment": FACTS, "ceilings": {"copy_gbs": 4000.0}, "rows": [
+        {"batch": 4, "next_n": 1, "context": 8, "heads": 32, "contender": "ours", "median_us": 5.0, "gbs": 3000.0}]},
+    "model": {"kind": "model", "launches": [
+        {"device": "MI355X", "heads": 32, "rows": 4, "keys": 8, "window": "causal", "backend": "ours",
+         "in_order_us": 5.0, "published": {"Triton": 6.0}, "published_unit": "us", "same_kind": "Triton"}]},
+    "phases": {"environment": FACTS, "runs": [
+        {"context": 8, "side": "A", "backend": "x", "selection": "y", "phases_s": {"scoring": [1.0, 3.0, 2.0]}}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_what_a_document_gives(kind):
+    assert kind in pictures.kinds(DOCUMENTS[kind])
+    assert set(pictures.kinds(DOCUMENTS[kind])) <= {kind, "scores"}
+
+
+@pytest.mark.slow
+def test_every_kind_is_drawn_and_says_where_it_is_from(tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = []
+    for kind, document in DOCUMENTS.items():
+        paths.append(tmp_path / f"{kind}.json")
+        paths[-1].write_text(json.dumps(document))
+    folder = tmp_path / "pictures"
+    result = CliRunner().invoke(
+        cli.app, ["plot", *map(str, paths), "--output", str(folder), "--format", "svg", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    for kind, path in zip(DOCUMENTS, paths, strict=True):
+        picture = folder / f"{path.stem}-{kind}.svg"
+        assert str(picture) in json.loads(result.stdout)["wrote"][str(path)]
+        comments = " ".join(re.findall(r"<!-- (.*?) -->", picture.read_text()))
+        if kind != "model":
+            assert "a device · torch 2.13 · commit 0badcafe · date 2026-01-02" in comments
+        assert path.name in comments
+    bars = " ".join(re.findall(r"<!-- (.*?) -->", (folder / "scores-scores.svg").read_text()))
+    assert bars.count("2.00x") == 4
+
+
+def test_the_parts_of_a_report_are_drawn_one_by_one():
+    report = {"kind": "lightning-indexer-report", "environment": FACTS, "parts": [
+        {"title": "bench fp8_mqa_logits", "document": scores()}, {"title": "bench x", "document": None},
+        {"title": "info", "document": {}}]}  # fmt: skip
+    parts = pictures.parts(report)
+    assert list(parts) == ["-bench-fp8_mqa_logits"]
+    assert pictures.kinds(parts["-bench-fp8_mqa_logits"]) == ["scores"]
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        ("[1]", 2, "got a list"),
+        ("{", 2, "is no JSON"),
+        ('{"rows": []}', 1, "nothing to draw"),
+        (None, 2, "No such file"),
+    ],
+)
+def test_what_cannot_be_drawn(text, status, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setitem(sys.modules, "matplotlib", SimpleNamespace())
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    result = CliRunner().invoke(cli.app, ["plot", str(path), "--output", str(tmp_path / "out")])
+    assert result.exit_code == status
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_page_without_a_document(tmp_path):
+    path = tmp_path / "r.md"
+    path.write_text("no block")
+    with pytest.raises(ValueError, match="has no JSON block"):
+        pictures.load(path)

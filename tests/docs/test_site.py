@@ -1,0 +1,181 @@
+"""The site: every page and every link of it is there, archs and verbs are all listed, examples run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import lightning_indexer
+from lightning_indexer import Arch
+from lightning_indexer.bench import pictures
+from lightning_indexer.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?\)")
+# Pages of the site that are made from files elsewhere, see scripts/site_hooks.py.
+MADE = {"docs/index.md", "docs/glossary.md", "docs/contributing.md", "docs/changelog.md", "docs/cdna_sim/index.md",
+        "docs/cdna_sim/model.md"}  # fmt: skip
+SOURCE_OF = {"docs/cdna_sim/model.md": "packages/cdna-sim/docs/model.md", "docs/index.md": "README.md"}
+
+
+def anchors(path: Path) -> set[str]:
+    """The names by which GitHub and the site know the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link, anchor in LINK.findall(page.read_text()):
+        target = Path(os.path.normpath(page.parent / link)) if link else page
+        name = str(target.relative_to(ROOT))
+        if name in MADE:
+            target = ROOT / SOURCE_OF.get(name, name.removeprefix("docs/"))
+            continue
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor[1:] in anchors(target), f"{page.name}: {link}{anchor}"
+
+
+def test_pages_of_the_navigation_are_there():
+    names = re.findall(r"^ *- (?:\w[\w ]*: )?([\w/\-]+\.md)$", (DOCS / ".nav.yml").read_text(), re.MULTILINE)
+    assert len(names) > 15
+    missing = [name for name in names if not (DOCS / name).is_file() and f"docs/{name}" not in MADE]
+    assert not missing
+
+
+def test_every_arch_has_its_line():
+    text = (DOCS / "hardware.md").read_text()
+    for arch in Arch.known():
+        assert re.search(rf"^\| {arch.name} \| {re.escape(arch.products)} \|", text, re.MULTILINE), arch
+
+
+def test_every_verb_has_its_line():
+    text = (DOCS / "guide" / "command-line.md").read_text()
+    for verb in typer.main.get_command(app).commands:
+        assert f"\n| `{verb}` |" in text, verb
+
+
+def test_the_readme_is_short_and_its_claims_name_their_commands():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 150
+    verbs = typer.main.get_command(app).commands
+    named = set(re.findall(r"lightning-indexer ([a-z][\w-]*)", text))
+    assert named <= set(verbs)
+    assert {"bench", "verify", "report", "explain", "plot"} <= named
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "results").glob("*.json")), ids=lambda path: path.name)
+def test_recorded_results_have_their_pictures(path):
+    document = json.loads(path.read_text())
+    facts = document["environment"]
+    assert {"device", "commit", "date"} <= set(facts), "where it was measured, of what, and when"
+    for kind in pictures.kinds(document):
+        picture = DOCS / "pictures" / f"{path.stem}-{kind}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG"), picture
+
+
+def test_recorded_tables_are_those_of_the_pages():
+    """A number that is mended on a page is mended in the picture."""
+    for name, page in (("h200-scores", "cuda_sm90"), ("h200-top_k", "top_k")):
+        text = (DOCS / "kernels" / f"{page}.md").read_text()
+        rows = json.loads((DOCS / "results" / f"{name}.json").read_text())["rows"]
+        for row in rows:
+            assert f" {row['median_us']} |" in text, row
+
+
+# Examples
+
+
+def test_examples_are_short():
+    assert len(EXAMPLES) >= 5
+    for path in EXAMPLES:
+        assert path.read_text().count("\n") <= 60, path.name
+        assert path.name in (ROOT / "examples" / "README.md").read_text()
+
+
+RUNNER = """
+import os, runpy, sys
+import torch, lightning_indexer, lightning_indexer.calls.mqa_logits
+failed = []
+for path in sys.argv[1:]:
+    child = os.fork()  # each in a process of its own, PyTorch is imported once
+    if child == 0:
+        runpy.run_path(path, run_name="__main__")
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(path)
+sys.exit(", ".join(failed) or 0)
+"""
+
+
+@pytest.mark.slow
+def test_examples_run(tmp_path):
+    if sys.version_info < (3, 11):
+        chosen = [path for path in EXAMPLES if path.name != "debug_in_simulator.py"]  # the decoder needs 3.11
+    else:
+        chosen = EXAMPLES
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "LIGHTNING_INDEXER_CACHE_DIR": str(tmp_path / "kernels"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", RUNNER, *map(str, chosen)], cwd=tmp_path,
+        capture_output=True, text=True, check=False, timeout=600, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "170 queries have their keys" in done.stdout
+
+
+def test_calls_of_the_reference_are_public():
+    assert lightning_indexer.__all__
+    for name in lightning_indexer.__all__:
+        assert getattr(lightning_indexer, name).__doc__ or name == "__version__", name
+
+
+# The project
+
+
+def test_the_address_is_the_same_everywhere():
+    [address] = re.findall(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"repo_url: {address}\n" in (ROOT / "mkdocs.yml").read_text()
+    others = [*PAGES, ROOT / "SECURITY.md", ROOT / ".github/ISSUE_TEMPLATE/config.yml", ROOT / "pyproject.toml"]
+    for path in others:
+        for found in re.findall(r"https://github\.com/[\w-]+/lightning-indexer\b", path.read_text()):
+            assert found == address, path
+
+
+def test_pythons_of_the_metadata_are_those_of_ci():
+    text = (ROOT / "pyproject.toml").read_text()
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    tested = re.search(r"python: \[(.*)\]", (ROOT / ".github/workflows/cpu.yml").read_text())
+    assert named == re.findall(r'"(.*?)"', tested[1]) == ["3.10", "3.11", "3.12", "3.13"]
+
+
+def test_the_sdist_has_what_it_names():
+    included = re.search(
+        r"tool.hatch.build.targets.sdist\]\ninclude = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL
+    )
+    for name in re.findall(r'"(.*?)"', included[1]):
+        assert (ROOT / name).exists(), name
+
+
+def test_versions_that_make_installs_are_pinned():
+    """What an extra of the project names has a line in constraints.txt."""
+    pinned = {line.split("=")[0].split(">")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    for name in ("mkdocs", "mkdocs-material", "mkdocstrings", "mkdocs-awesome-nav", "build", "twine", "hatchling"):
+        assert name in pinned, name
