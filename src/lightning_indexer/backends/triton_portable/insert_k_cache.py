@@ -92,9 +92,11 @@ class Launch(RowLaunch):
 
     def arguments(self, call: InsertCall) -> tuple[Any, ...]:
         cache, steps = call.kv_cache, call.steps
-        k, weight, bias = (
-            None if x is None else words(x, self.constants["INTERLEAVED"])
-            for x in (call.k, steps.norm_weight, steps.norm_bias)
+        neighbours_pair = self.constants["INTERLEAVED"]
+        k = words(call.k, neighbours_pair)
+        weight, bias = (
+            None if vector is None else words(vector, neighbours_pair)
+            for vector in (steps.norm_weight, steps.norm_bias)
         )
         apart = cache.stride(0) if cache.shape[0] > 1 else self.layout.block_bytes
         rows = steps.cos_sin_cache
