@@ -16,6 +16,7 @@ from lightning_indexer.check import prepare_q as prepare_check
 from lightning_indexer.integrations import cache as adapters
 from lightning_indexer.problems.insert_k_cache import InsertProblem, reference_insert
 from lightning_indexer.problems.transform import Steps, transformed
+from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsProblem
 from lightning_indexer.selection import registry
 
 BACKEND = "torch-blocked"
@@ -305,3 +306,11 @@ def test_rows_behind_the_last_key_do_not_count():
     assert small.compare(one, other) is None
     one.results[0].view(torch.uint8)[keys - 1, 5] ^= 1
     assert "in key" in small.compare(one, other)
+
+
+def test_hopper_decode_leaves_fp4_pages_to_triton():
+    kernel = registry.kernel("cuda-sm90", "fp8_paged_mqa_logits")
+    problem = PagedMqaLogitsProblem(2, 1, 4096, 64, 128, CacheLayout(), 64)
+    sm90 = arch.Arch.parse("sm90")
+    assert kernel.supports(problem, sm90) is None
+    assert "fp4" in str(kernel.supports(problem._replace(layout=CacheLayout.fp4()), sm90))
