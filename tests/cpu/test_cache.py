@@ -15,8 +15,8 @@ from lightning_indexer.check import insert_k_cache as insert_check
 from lightning_indexer.check import prepare_q as prepare_check
 from lightning_indexer.integrations import cache as adapters
 from lightning_indexer.problems.insert_k_cache import InsertProblem, reference_insert
-from lightning_indexer.problems.transform import Steps, transformed
 from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsProblem
+from lightning_indexer.problems.transform import Steps, transformed
 from lightning_indexer.selection import registry
 
 BACKEND = "torch-blocked"
