@@ -9,12 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_indexer.backends.triton_portable.quantize_kernel import (
-    e4m3_of_e2m1,
-    key_scale,
-    spread,
-    tops,
-)
+from lightning_indexer.backends.triton_portable.fp4_kernel import e4m3_of_e2m1, spread, tops
+from lightning_indexer.backends.triton_portable.quantize_kernel import key_scale
 
 
 def _name(specialization) -> str:

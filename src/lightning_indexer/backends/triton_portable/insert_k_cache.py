@@ -14,11 +14,9 @@ from lightning_indexer.backends.triton_portable.row_launch import (
     around,
     encoding,
     few_or_many,
-    least_rows,
     pairs,
     shrunk,
     unsupported,
-    words,
 )
 from lightning_indexer.fp8 import CACHE_MAX
 from lightning_indexer.problems.insert_k_cache import InsertCall, InsertProblem
@@ -26,16 +24,13 @@ from lightning_indexer.problems.transform import Steps, Transform
 
 
 def heuristic(problem: InsertProblem, arch: Arch) -> RowConfig:
-    """32 channels a lane: 16-byte stores. LayerNorm takes registers and weights for each: half as many channels there,
-    as measured on an H200."""
-    transform = problem.transform
-    many = RowConfig(8, 2) if transform.norm and not transform.hadamard else RowConfig(32, 4)
-    return few_or_many(problem.tokens, arch, many, least_rows(transform))
+    """32 channels a lane: 16-byte loads of 16-bit keys, and few enough registers for many warps a unit."""
+    return few_or_many(problem.tokens, arch, RowConfig(32, 4))
 
 
 def neighbours(problem: InsertProblem, arch: Arch) -> list[RowConfig]:
     """What a tuning run measures."""
-    return around(heuristic(problem, arch), least_rows(problem.transform))
+    return around(heuristic(problem, arch))
 
 
 def fp4_reason(transform: Transform) -> str | None:
@@ -81,7 +76,7 @@ class Launch(RowLaunch):
             "POWER_OF_TWO": layout.scales != "float32",
             "UE8M0": layout.scales == "ue8m0",
             "TO": "" if layout.is_fp4 else encoding(layout.dtype, arch),
-            **pairs(problem.transform, problem.head_dim, layout.is_fp4),
+            **pairs(problem.transform, problem.head_dim),
         }
         super().__init__(problem.tokens, arch, config, constants)
 
@@ -91,17 +86,11 @@ class Launch(RowLaunch):
         return insert_k_cache_kernel
 
     def arguments(self, call: InsertCall) -> tuple[Any, ...]:
-        cache, steps = call.kv_cache, call.steps
-        neighbours_pair = self.constants["INTERLEAVED"]
-        k = words(call.k, neighbours_pair)
-        weight, bias = (
-            None if vector is None else words(vector, neighbours_pair)
-            for vector in (steps.norm_weight, steps.norm_bias)
-        )
+        k, cache, steps = call.k, call.kv_cache, call.steps
         apart = cache.stride(0) if cache.shape[0] > 1 else self.layout.block_bytes
         rows = steps.cos_sin_cache
         return (
-            k, cache, call.slot_mapping, weight, bias, steps.positions, rows, call.k.shape[0],
+            k, cache, call.slot_mapping, steps.norm_weight, steps.norm_bias, steps.positions, rows, k.shape[0],
             cache.shape[0] * self.layout.page, float(steps.norm_eps), k.stride(0), apart // 4,
             0 if rows is None else rows.stride(0),
         )  # fmt: skip

@@ -15,11 +15,9 @@ from lightning_indexer.backends.triton_portable.row_launch import (
     around,
     encoding,
     few_or_many,
-    least_rows,
     pairs,
     shrunk,
     unsupported,
-    words,
 )
 from lightning_indexer.fp4 import SHIFT
 from lightning_indexer.fp8 import CACHE_MAX
@@ -27,14 +25,13 @@ from lightning_indexer.problems.prepare_q import PrepareQCall, PrepareQProblem
 
 
 def heuristic(problem: PrepareQProblem, arch: Arch) -> RowConfig:
-    """As an insert's rows, H of them a token. 64 rows and four warps are what Hopper's matrix unit takes at once."""
-    many = RowConfig(64 if problem.transform.hadamard and arch.vendor == "nvidia" else 32, 4)
-    return few_or_many(problem.tokens * problem.heads, arch, many, least_rows(problem.transform))
+    """As an insert's rows, H of them a token."""
+    return few_or_many(problem.tokens * problem.heads, arch, RowConfig(32, 4))
 
 
 def neighbours(problem: PrepareQProblem, arch: Arch) -> list[RowConfig]:
     """What a tuning run measures."""
-    return around(heuristic(problem, arch), least_rows(problem.transform))
+    return around(heuristic(problem, arch))
 
 
 class PrepareQ:
@@ -71,7 +68,7 @@ class Launch(RowLaunch):
             "POWER_OF_TWO": problem.power_of_two,
             "SHIFT": SHIFT[problem.out_dtype],
             "TO": encoding(problem.out_dtype, arch),
-            **pairs(problem.transform, problem.head_dim, problem.fp4),
+            **pairs(problem.transform, problem.head_dim),
         }
         super().__init__(problem.tokens * problem.heads, arch, config, constants)
 
@@ -81,8 +78,7 @@ class Launch(RowLaunch):
         return prepare_q_kernel
 
     def arguments(self, call: PrepareQCall) -> tuple[Any, ...]:
-        weights, steps, (out, out_weights) = call.weights, call.steps, call.results
-        q = words(call.q, self.constants["INTERLEAVED"])
+        q, weights, steps, (out, out_weights) = call.q, call.weights, call.steps, call.results
         table = steps.cos_sin_cache
         return (
             q, weights, steps.positions, table, out.view(torch.uint8), out_weights, q.shape[0] * q.shape[1],

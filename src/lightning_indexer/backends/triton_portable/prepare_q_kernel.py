@@ -9,16 +9,16 @@ import triton
 import triton.language as tl
 
 from lightning_indexer.backends.triton_portable.quantize_kernel import (
+    decode_e2m1,
     encode_e4m3,
     first_channels,
     hadamard,
     key_scale,
     load_pairs,
+    quantize_e2m1,
     quantize_e4m3,
     relative_scale,
     rotate,
-    round_e2m1,
-    scale_e2m1,
 )
 
 
@@ -35,22 +35,20 @@ def _through_e2m1(
     TO: tl.constexpr,
 ):  # fmt: skip
     """e4m3 codes of what is left of a and b in MXFP4, and the scale of each row."""
-    a, b, a_byte, b_byte, _ = scale_e2m1(a, b, R, D, HALF, INTERLEAVED)
-    a, b = round_e2m1(a), round_e2m1(b)
-    a_top = tl.where(tl.max(tl.abs(a), axis=2) > 0, a_byte, -1)
-    b_top = tl.where(tl.max(tl.abs(b), axis=2) > 0, b_byte, -1)
+    a, b, a_byte, b_byte, _ = quantize_e2m1(a, b, R, D, HALF, INTERLEAVED)
+    a_top = tl.where(tl.max(a & 7, axis=2) > 0, a_byte, -1)
+    b_top = tl.where(tl.max(b & 7, axis=2) > 0, b_byte, -1)
     top = tl.maximum(tl.max(a_top, axis=1), tl.max(b_top, axis=1))
     broken = tl.maximum(tl.max(a_byte, axis=1), tl.max(b_byte, axis=1)) == 255
-    a_unit = relative_scale(a_byte - top[:, None], SHIFT)
-    b_unit = relative_scale(b_byte - top[:, None], SHIFT)
-    a = tl.reshape(a * a_unit[:, :, None], [R, D // 2])
-    b = tl.reshape(b * b_unit[:, :, None], [R, D // 2])
+    a_unit, b_unit = relative_scale(a_byte, top[:, None], SHIFT), relative_scale(b_byte, top[:, None], SHIFT)
+    a = tl.reshape(decode_e2m1(a) * a_unit[:, :, None], [R, D // 2])
+    b = tl.reshape(decode_e2m1(b) * b_unit[:, :, None], [R, D // 2])
     return encode_e4m3(a, TO), encode_e4m3(b, TO), key_scale(top, broken, SHIFT)
 
 
 @triton.jit(repr=_name, do_not_specialize=["rows", "weight_scale"])
 def prepare_q_kernel(
-    q_ptr,  # [T, H, D], or words of interleaved pairs [T, H, D / 2]
+    q_ptr,  # [T, H, D]
     weights_ptr,  # [T, H]
     positions_ptr,  # [T], or None
     cos_sin_ptr,  # [positions, 2 * HALF], or None
@@ -73,7 +71,7 @@ def prepare_q_kernel(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,
-    HADAMARD: tl.constexpr,
+    HADAMARD: tl.constexpr,  # log2 of D, 0: none
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < rows
@@ -82,19 +80,19 @@ def prepare_q_kernel(
     if GROUP >= 0:
         position = tl.load(positions_ptr + token, mask=real, other=0).to(tl.int64)
         a, b = rotate(a, b, cos_sin_ptr + position * cos_sin_stride, real, D, HALF, GROUP)
-    if HADAMARD:
-        a, b = hadamard(a, b, D)
-    out = out_ptr + row * D
+    if HADAMARD > 0:
+        a, b = hadamard(a, b, ROWS, D, HADAMARD)
     if FP4:
         a, b, scale = _through_e2m1(a, b, ROWS, D, HALF, INTERLEAVED, SHIFT, TO)
     else:
         a, b, scale = quantize_e4m3(a, b, LIMIT, POWER_OF_TWO, TO)
+    weight = tl.load(weights_ptr + token * w_stride + head, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_weights_ptr + row, weight * (scale * weight_scale), mask=real)
+    out = out_ptr + row * D
     if INTERLEAVED:
-        pairs = out.to(tl.pointer_type(tl.uint16), bitcast=True)[:, None] + tl.arange(0, D // 2)[None, :]
-        tl.store(pairs, a.to(tl.uint16) | (b.to(tl.uint16) << 8), mask=real[:, None])
+        codes = tl.reshape(tl.join(a, b), [ROWS, D])
+        tl.store(out[:, None] + tl.arange(0, D)[None, :], codes, mask=real[:, None])
     else:
         first = first_channels(D, HALF)
         tl.store(out[:, None] + first[None, :], a, mask=real[:, None])
         tl.store(out[:, None] + (first + HALF)[None, :], b, mask=real[:, None])
-    weight = tl.load(weights_ptr + token * w_stride + head, mask=real, other=0.0).to(tl.float32)
-    tl.store(out_weights_ptr + row, weight * (scale * weight_scale), mask=real)

@@ -3,7 +3,7 @@
 Rows of D channels are held as pairs, a and b [R, D / 2] float32 each: the two channels that RoPE turns. Interleaved,
 pair j is channels (2j, 2j + 1); else channels come in groups of 2 * HALF, and pair j is channel
 j // HALF * 2 * HALF + j % HALF and that HALF further. So no step moves a channel from one lane to another, but the
-Hadamard rotation, which is a matrix product. Where they allow it, an interleaved pair is loaded as one word.
+Hadamard rotation.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ def first_channels(D: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def load_pairs(rows, mask, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Rows at pointers [R], as pairs."""
-    if rows.dtype.element_ty.is_int():
-        a, b = _of_words(tl.load(rows[:, None] + tl.arange(0, D // 2)[None, :], mask=mask[:, None], other=0))
-    elif INTERLEAVED:
+    if INTERLEAVED:
         x = tl.load(rows[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0)
         a, b = tl.split(tl.reshape(x, [R, D // 2, 2]))
     else:
@@ -35,45 +33,30 @@ def load_pairs(rows, mask, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
 
 
 @triton.jit
-def _of_words(word):
-    """Two bfloat16 of an int32, two float32 of an int64."""
-    if word.dtype == tl.int32:
-        a = (word << 16).to(tl.float32, bitcast=True)
-        b = ((word >> 16) << 16).to(tl.float32, bitcast=True)
+def _vector_pairs(pointer, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """A vector of D channels, as the pairs of a row."""
+    if INTERLEAVED:
+        a, b = tl.split(tl.reshape(tl.load(pointer + tl.arange(0, D)), [D // 2, 2]))
     else:
-        a = word.to(tl.int32).to(tl.float32, bitcast=True)
-        b = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return a, b
-
-
-@triton.jit
-def _vector_pairs(pointer, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """A vector of D channels as the pairs of R rows: a lane reads those of its rows, and none goes between lanes."""
-    if pointer.dtype.element_ty.is_int():
-        a, b = _of_words(tl.load(tl.broadcast_to((pointer + tl.arange(0, D // 2))[None, :], [R, D // 2])))
-    else:
-        first = 2 * tl.arange(0, D // 2) if INTERLEAVED else first_channels(D, HALF)
-        at = tl.broadcast_to((pointer + first)[None, :], [R, D // 2])
-        a, b = tl.load(at), tl.load(at + (1 if INTERLEAVED else HALF))
+        first = first_channels(D, HALF)
+        a, b = tl.load(pointer + first), tl.load(pointer + first + HALF)
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
-def layer_norm(
-    a, b, weight_ptr, bias_ptr, eps, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+def layer_norm(a, b, weight_ptr, bias_ptr, eps, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     mean = (tl.sum(a, axis=1) + tl.sum(b, axis=1)) * (1.0 / D)
     a -= mean[:, None]
     b -= mean[:, None]
     variance = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) * (1.0 / D)
     rest = tl.rsqrt(variance + eps)
-    a_weight, b_weight = _vector_pairs(weight_ptr, R, D, HALF, INTERLEAVED)
-    a = a * rest[:, None] * a_weight
-    b = b * rest[:, None] * b_weight
+    a_weight, b_weight = _vector_pairs(weight_ptr, D, HALF, INTERLEAVED)
+    a = a * rest[:, None] * a_weight[None, :]
+    b = b * rest[:, None] * b_weight[None, :]
     if bias_ptr is not None:
-        a_bias, b_bias = _vector_pairs(bias_ptr, R, D, HALF, INTERLEAVED)
-        a += a_bias
-        b += b_bias
+        a_bias, b_bias = _vector_pairs(bias_ptr, D, HALF, INTERLEAVED)
+        a += a_bias[None, :]
+        b += b_bias[None, :]
     return a, b
 
 
@@ -89,34 +72,20 @@ def rotate(a, b, cos_sin, mask, D: tl.constexpr, HALF: tl.constexpr, GROUP: tl.c
 
 
 @triton.jit
-def _signs(W: tl.constexpr):
-    """float16 [W, W] of 1 and -1, W at most 256: the parity of the bits that row and column share."""
-    shared = tl.arange(0, W)[:, None] & tl.arange(0, W)[None, :]
-    shared ^= shared >> 4
-    shared ^= shared >> 2
-    shared ^= shared >> 1
-    return (0x3C00 | ((shared & 1) << 15)).to(tl.uint16).to(tl.float16, bitcast=True)
+def _hadamard_half(x, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):
+    """[R, W] times the Hadamard matrix of W: a stage takes the lowest bit of the channel and makes it the highest."""
+    for _ in tl.static_range(STAGES):
+        even, odd = tl.split(tl.reshape(x, [R, W // 2, 2]))
+        x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 2, 1]), [R, W])
+    return x
 
 
 @triton.jit
-def _product(x, signs):
-    """float32 x @ signs, x of at most 2^15 as the sum of two float16: 23 bits of the row's largest."""
-    high = x.to(tl.float16)
-    low = (x - high.to(tl.float32)).to(tl.float16)
-    return tl.dot(high, signs, tl.dot(low, signs))
-
-
-@triton.jit
-def hadamard(a, b, D: tl.constexpr):
-    """The bit of the channel in which a pair's two differ is one stage; the others are a product on matrix units, of
-    rows scaled by a power of two to what float16 holds."""
+def hadamard(a, b, R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr):
+    """D is 2 to the STAGES. The first stage is that of the bit in which a pair's channels differ."""
     SCALE: tl.constexpr = D**-0.5
-    amax = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
-    exponent = tl.minimum(267 - (amax.to(tl.int32, bitcast=True) >> 23), 253)
-    up = (exponent << 23).to(tl.float32, bitcast=True)[:, None]
-    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None] * SCALE
-    signs = _signs(D // 2)
-    return _product((a + b) * up, signs) * down, _product((a - b) * up, signs) * down
+    a, b = (a + b) * SCALE, (a - b) * SCALE
+    return _hadamard_half(a, R, D // 2, STAGES - 1), _hadamard_half(b, R, D // 2, STAGES - 1)
 
 
 @triton.jit
@@ -176,24 +145,12 @@ def quantize_e4m3(a, b, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr, TO: tl.
 @triton.jit
 def encode_e2m1(x):
     """int32 codes of float32 of at most 6: nearest, ties to even; NaN is 0."""
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    # To one bit of mantissa; below 2, codes are multiples of 0.5, which is the last bit of a sum with 2^22.
-    normal = ((size + 0x1FFFFF + ((size >> 22) & 1)) >> 22) - 252
-    small = (tl.abs(x) + 4194304.0).to(tl.int32, bitcast=True) & 7
-    code = tl.where(size < 0x40000000, small, normal) | ((bits >> 28) & 8)
-    return tl.where(size > 0x7F800000, 0, code)
-
-
-@triton.jit
-def round_e2m1(x):
-    """float32 of the same codes."""
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = ((size + 0x1FFFFF + ((size >> 22) & 1)) >> 22) << 22
-    small = ((tl.abs(x) + 4194304.0) - 4194304.0).to(tl.int32, bitcast=True)
-    rounded = tl.where(size < 0x40000000, small, normal) | (bits ^ size)
-    return tl.where(size > 0x7F800000, 0, rounded).to(tl.float32, bitcast=True)
+    size = tl.abs(x)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    sign = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32) & 8
+    return tl.where(x == x, code | sign, 0)
 
 
 @triton.jit
@@ -212,15 +169,15 @@ def _fp4_scale(amax):
 
 
 @triton.jit
-def scale_e2m1(a, b, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """a and b over their blocks' scales, [R, blocks of either, channels]; the bytes of those scales, [R, blocks]; the
-    blocks' numbers. Interleaved, a and b lie in the same blocks."""
+def quantize_e2m1(a, b, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Codes of a and b, int32; the bytes of the scales of a's and of b's blocks, [R, blocks of either]; those blocks'
+    numbers. Interleaved, a and b lie in the same blocks."""
     if INTERLEAVED:
         BLOCKS: tl.constexpr = D // 32
         a, b = tl.reshape(a, [R, BLOCKS, 16]), tl.reshape(b, [R, BLOCKS, 16])
         amax = tl.maximum(tl.max(tl.abs(a), axis=2), tl.max(tl.abs(b), axis=2))
         a_byte, inverse = _fp4_scale(amax)
-        a, b = a * inverse[:, :, None], b * inverse[:, :, None]
+        a_code, b_code = encode_e2m1(a * inverse[:, :, None]), encode_e2m1(b * inverse[:, :, None])
         b_byte = a_byte
         first = tl.arange(0, BLOCKS)
     else:
@@ -228,10 +185,10 @@ def scale_e2m1(a, b, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTER
         a, b = tl.reshape(a, [R, BLOCKS, 32]), tl.reshape(b, [R, BLOCKS, 32])
         a_byte, a_inverse = _fp4_scale(tl.max(tl.abs(a), axis=2))
         b_byte, b_inverse = _fp4_scale(tl.max(tl.abs(b), axis=2))
-        a, b = a * a_inverse[:, :, None], b * b_inverse[:, :, None]
+        a_code, b_code = encode_e2m1(a * a_inverse[:, :, None]), encode_e2m1(b * b_inverse[:, :, None])
         group = tl.arange(0, BLOCKS) * 32
         first = (group // HALF * (2 * HALF) + group % HALF) // 32
-    return a, b, a_byte, b_byte, first
+    return a_code, b_code, a_byte, b_byte, first
 
 
 @triton.jit
@@ -251,10 +208,10 @@ def exponent_scale(code):
 
 
 @triton.jit
-def relative_scale(down, SHIFT: tl.constexpr):
-    """float32 2^(down + SHIFT): of a block of a key that is converted to e4m3, that far from the key's largest."""
-    power = tl.minimum(tl.maximum(down + SHIFT, -126), SHIFT)
-    return ((power + 127) << 23).to(tl.float32, bitcast=True)
+def relative_scale(byte, top, SHIFT: tl.constexpr):
+    """float32 2^(byte - top + SHIFT): of a block of a key that is converted to e4m3."""
+    down = tl.minimum(tl.maximum(byte - top + SHIFT, -126), SHIFT)
+    return ((down + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -262,55 +219,3 @@ def key_scale(top, broken, SHIFT: tl.constexpr):
     """float32: the scale of a key that is converted, 1 of a key of zeros (top is -1), NaN of a broken one."""
     scale = tl.where(top < 0, 1.0, exponent_scale(top - SHIFT))
     return tl.where(broken, float("nan"), scale)
-
-
-@triton.jit
-def e2m1_words(a, b, R: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """int32 words of eight nibbles, of codes of a and b: interleaved, one [R, D / 8]; else of a and of b,
-    [R, D / 16] each, group by group of eight channels."""
-    if INTERLEAVED:
-        shift = (tl.arange(0, 4) * 8)[None, None, :]
-        first = tl.sum(tl.reshape(a | (b << 4), [R, D // 8, 4]) << shift, axis=2)
-        second = first
-    else:
-        shift = (tl.arange(0, 8) * 4)[None, None, :]
-        first = tl.sum(tl.reshape(a, [R, D // 16, 8]) << shift, axis=2)
-        second = tl.sum(tl.reshape(b, [R, D // 16, 8]) << shift, axis=2)
-    return first, second
-
-
-@triton.jit
-def spread(half):
-    """int32, a nibble in each byte, of int32 of four nibbles."""
-    half = (half | (half << 8)) & 0x00FF00FF
-    return (half | (half << 4)) & 0x0F0F0F0F
-
-
-@triton.jit
-def tops(nonzero, byte):
-    """Of blocks [R, ...] of keys, whether a part of theirs is not zero and their scale bytes: the largest byte of each
-    key's blocks that are not zeros, -1 of none, and how far the lowest of any key's lies above or below it."""
-    top = tl.max(tl.where(nonzero, byte, -1), axis=1)
-    return top, tl.min(tl.min(tl.where(nonzero, byte - top[:, None], 0), axis=1), axis=0)
-
-
-@triton.jit
-def e4m3_of_e2m1(x, down, lowest, SHIFT: tl.constexpr, TO: tl.constexpr):
-    """int32 of four e4m3 codes, of int32 of four e2m1 codes, a byte each; see fp4_to_fp8.
-
-    `down` int32: the exponent of the code's block less that of its key's largest; `lowest`, a scalar: the least."""
-    FNUZ: tl.constexpr = SHIFT == 5
-    if lowest >= -11:
-        # All are normal in e4m3: exponents are added, four bytes at a time. 0.5 alone is subnormal in e2m1.
-        size = x & 0x07070707
-        some = ((size + 0x07070707) >> 3) & 0x01010101
-        normal = ((size + 0x06060606) >> 3) & 0x01010101
-        sign = (x << 4) & ((some << 7) if FNUZ else ((x & 0x08080808) << 4))
-        codes = (((size + normal - some) << 2) + some * ((down + 12) << 3)) | sign
-    else:
-        unit = relative_scale(down, SHIFT)
-        codes = tl.zeros_like(x)
-        for i in tl.static_range(4):
-            value = decode_e2m1((x >> (8 * i)) & 0xF) * unit
-            codes |= encode_e4m3(value, TO).to(tl.int32) << (8 * i)
-    return codes

@@ -29,28 +29,19 @@ class RowConfig:
     num_warps: int
 
 
-# The least rows of a program: of a product on matrix units, what their instructions take.
-MIN_ROWS, MIN_PRODUCT_ROWS = 8, 16
-
-
-def few_or_many(rows: int, arch: Arch, many: RowConfig, least: int = MIN_ROWS) -> RowConfig:
+def few_or_many(rows: int, arch: Arch, many: RowConfig) -> RowConfig:
     """``many`` where that gives every unit some programs; else programs of a warp or two, so that more units work."""
     config = many
-    while config.rows > least and -(-rows // config.rows) < 4 * arch.units:
+    while config.rows > 8 and -(-rows // config.rows) < 4 * arch.units:
         config = RowConfig(config.rows // 2, max(1, config.num_warps // 2))
     return config
 
 
-def around(chosen: RowConfig, least: int = MIN_ROWS) -> list[RowConfig]:
+def around(chosen: RowConfig) -> list[RowConfig]:
     """What a tuning run measures: the heuristic's choice first, then those around it."""
     others = [RowConfig(rows, warps) for rows in (8, 16, 32, 64, 128) for warps in (1, 2, 4, 8)]
-    fits = [one for one in others if one.rows >= least and one.rows * 128 // (32 * one.num_warps) in (16, 32, 64)]
+    fits = [one for one in others if one.rows * 128 // (32 * one.num_warps) in (16, 32, 64)]
     return [chosen, *(one for one in fits if one != chosen)]
-
-
-def least_rows(transform: Transform) -> int:
-    """Of a program that does the steps."""
-    return MIN_PRODUCT_ROWS if transform.hadamard else MIN_ROWS
 
 
 def unsupported(arch: Arch, head_dim: int, rows: int, config: RowConfig) -> str | None:
@@ -66,31 +57,16 @@ def unsupported(arch: Arch, head_dim: int, rows: int, config: RowConfig) -> str 
     return unsupported_grid(-(-rows // config.rows), arch.wave * config.num_warps, arch.vendor)
 
 
-def pairs(transform: Transform, head_dim: int, fp4: bool = False) -> dict[str, Any]:
-    """The constants of a transform: how channels are paired, and which pairs are turned.
-
-    Where none is turned, fp4 takes the pairs that its bytes hold."""
+def pairs(transform: Transform, head_dim: int) -> dict[str, Any]:
+    """The constants of a transform: how channels are paired, and which pairs are turned."""
     half = transform.rope_dim // 2 or head_dim // 2
     last = head_dim // (2 * half) - 1
     return {
         "HALF": half,
-        "INTERLEAVED": transform.interleaved or (fp4 and transform.rope is None),
+        "INTERLEAVED": transform.interleaved,
         "GROUP": -1 if transform.rope is None else 0 if transform.rope == "first" else last,
-        "HADAMARD": transform.hadamard,
+        "HADAMARD": head_dim.bit_length() - 1 if transform.hadamard else 0,
     }
-
-
-_WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
-
-
-def words(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rows whose neighbours are pairs as words of two, where their dtype and addresses allow it; else ``x``."""
-    word = _WORDS.get(x.dtype)
-    if not interleaved or word is None or x.data_ptr() % word.itemsize or x.storage_offset() % 2:
-        return x
-    if any(stride % 2 for stride in x.stride()[:-1]):
-        return x
-    return x.view(word)
 
 
 def encoding(dtype: torch.dtype, arch: Arch) -> str:
