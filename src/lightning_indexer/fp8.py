@@ -25,7 +25,7 @@ ScaleFormat = Literal["float32", "ue8m0"]
 _WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE_FORMATS = ("float32", "ue8m0")
 # Floor of a row's amax, as in DeepGEMM: a row of zeros gets a normal, nonzero scale.
-_MIN_AMAX = 1e-4
+MIN_AMAX = 1e-4
 _MANTISSA_MASK = 0x007FFFFF
 
 
@@ -60,7 +60,7 @@ def quantize_k(
 
     limit = E4M3FNUZ_MAX if dtype == torch.float8_e4m3fnuz else E4M3FN_MAX
     values = k.to(torch.float32)
-    amax = values.abs().amax(dim=1).clamp(min=_MIN_AMAX)
+    amax = values.abs().amax(dim=1).clamp(min=MIN_AMAX)
     # A tensor divisor, because CUDA turns a division by a Python number into a multiplication by its reciprocal.
     kv_scale = amax / torch.full_like(amax, limit)
     if scale_format == "ue8m0":
@@ -170,6 +170,36 @@ def fn_to_fnuz(x: torch.Tensor) -> torch.Tensor:
     # Comparison and selection exist for uint8 on every device, not for fp8.
     codes = x.view(torch.uint8)
     return torch.where(codes == 0x80, torch.zeros_like(codes), codes).view(torch.float8_e4m3fnuz)
+
+
+# Of what caches and queries are quantised to, as engines do: fnuz keeps a binade's room below its largest value.
+CACHE_MAX = {torch.float8_e4m3fn: E4M3FN_MAX, torch.float8_e4m3fnuz: 224.0}
+
+
+def quantize_rows(
+    x: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as engines quantise them: scale max(amax, 1e-4) / 448, of fnuz / 224, on request the power of two above.
+
+    A NaN becomes a NaN code and does not count for its row's scale. A row that holds an infinity gets an infinite one,
+    and its values mean nothing. -0.0 becomes 0.
+
+    Args:
+        x: [..., D] float32.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e4m3fnuz``.
+
+    Returns:
+        [..., D] of ``dtype`` and [...] float32.
+    """
+    limit = CACHE_MAX[dtype]
+    amax = x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(dim=-1).clamp(min=MIN_AMAX)
+    scale = amax / torch.full_like(amax, limit)
+    if power_of_two:
+        scale = _power_of_two_above(scale)
+    y = (x / scale[..., None]).clamp(-limit, limit) + 0.0
+    if dtype is torch.float8_e4m3fnuz:  # what is rounded to 0 has no sign there: its -0 is NaN
+        y = torch.where(y.abs() <= 2.0**-11, torch.zeros_like(y), y)
+    return y.to(dtype), scale
 
 
 def _power_of_two_above(scale: torch.Tensor) -> torch.Tensor:

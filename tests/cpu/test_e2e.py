@@ -56,10 +56,11 @@ def test_the_cache_gives_back_what_was_written():
     generator = torch.Generator().manual_seed(1)
     tokens = 3 * BLOCK_TOKENS + 17
     cache = PagedKeys(tokens, 32, CPU, generator)
-    assert cache.block_table.tolist() != sorted(cache.block_table.tolist())
-    k, scale = quantize_k(torch.randn(tokens, 32, generator=generator))
+    assert cache.block_table[0].tolist() != sorted(cache.block_table[0].tolist())
+    written = torch.randn(tokens, 32, generator=generator)
+    k, scale = quantize_k(written)
     for start, stop in ((0, 5), (5, 150), (150, tokens)):
-        cache.write(start, k[start:stop], scale[start:stop])
+        cache.write(start, written[start:stop])
     for keys in (1, 64, 65, tokens):
         gathered, scales = cache.gather(keys)
         assert gathered.is_contiguous()

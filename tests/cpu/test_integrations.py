@@ -178,7 +178,9 @@ def test_every_form_of_the_call(inputs, windows, form, named, more, options, mea
     [
         ({"q": "tensor"}, TypeError, r"^q: got Tensor, expected the pair \(q, None\)"),
         ({"q": "three"}, TypeError, r"^q: got tuple, expected the pair \(q, None\)"),
-        ({"q": "fp4"}, TypeError, r"^q: got a scale, .*fp4 is not supported: expected \(q, None\)"),
+        ({"q": "fp8 with scales"}, TypeError, r"^q: got dtype torch.float8_e4m3fn, .*values of fp4 are packed"),
+        ({"q": "fp4 of float scales"}, TypeError, r"^q's scales: got dtype torch.float32, .*four UE8M0 bytes"),
+        ({"q": "fp4 of D=16"}, ValueError, r"^q: got shape .*, expected \[..., 64\] and an int32 a row"),
         ({"sixth": 0}, ValueError, "^max_seqlen_k: got 0, expected at least 1"),
         ({"sixth": -1}, ValueError, "^max_seqlen_k: got -1, expected"),
         (
@@ -202,7 +204,9 @@ def test_errors_of_the_newer_forms(inputs, windows, change, error, message):
     forms = {
         "tensor": inputs.q_fp8,
         "three": (inputs.q_fp8, None, None),
-        "fp4": (inputs.q_fp8, torch.ones(ROWS, HEADS, dtype=torch.int32)),
+        "fp8 with scales": (inputs.q_fp8, torch.ones(ROWS, HEADS, dtype=torch.int32)),
+        "fp4 of float scales": (inputs.q_fp8.view(torch.int8), torch.ones(ROWS, HEADS)),
+        "fp4 of D=16": (inputs.q_fp8.view(torch.int8)[..., :8], torch.ones(ROWS, HEADS, dtype=torch.int32)),
     }
     q = forms.get(change.get("q"), (inputs.q_fp8, None))
     options = {name: value for name, value in change.items() if name not in ("q", "sixth")}

@@ -88,10 +88,10 @@ def test_lengths_of_sequences(operands):
     assert_same(found, operands, clean=True)
 
 
-def test_fp4_is_refused(operands):
+def test_pairs_that_are_none(operands):
     q, *others = operands
-    with pytest.raises(TypeError, match="q: got a scale, which makes it fp4"):
-        deep_gemm.fp8_fp4_paged_mqa_logits((q, torch.ones(1)), *others, None, WIDTH)
+    with pytest.raises(TypeError, match=r"q: got dtype torch\.float8_e4m3fn, .*: values of fp4"):
+        deep_gemm.fp8_fp4_paged_mqa_logits((q, torch.ones(1, dtype=torch.int32)), *others, None, WIDTH)
     with pytest.raises(TypeError, match=r"q: got Tensor, expected the pair \(q, None\)"):
         deep_gemm.fp8_fp4_paged_mqa_logits(q, *others, None, WIDTH)
 

@@ -435,6 +435,32 @@ def test_what_is_not_modelled_is_named():
         run(build(START + "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 2), 0\n" + STORE), np.zeros(64, np.uint32))
 
 
+@pytest.mark.parametrize(("arch", "largest", "plain"), [("gfx942", 0x7F, 0x80), ("gfx950", 0x7E, 0x7F)])
+def test_conversions_to_fp8_saturate_where_the_mode_says_so(arch, largest, plain):
+    """1000 is beyond both dialects; a NaN stays one, and the mode can be switched off again."""
+    convert = "v_cvt_pk_fp8_f32 v2, v3, v4\nv_and_b32 v2, 0xffff, v2\n"
+    lines = START + "v_mov_b32 v3, 0xc47a0000\nv_mov_b32 v4, {second}\n"
+    for second, mode, expected in (
+        ("1.0", "1", largest | 0x80 | (0x40 if arch == "gfx942" else 0x38) << 8),
+        ("0x7fc00000", "1", largest | 0x80 | plain << 8),
+        ("1.0", "0", plain | (0x80 if arch == "gfx950" else 0) | (0x40 if arch == "gfx942" else 0x38) << 8),
+    ):
+        setreg = (
+            f"s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1\ns_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), {mode}\n"
+        )
+        out = np.zeros(64, np.uint32)
+        run(build(lines.format(second=second) + setreg + convert + STORE, arch=arch), out)
+        assert set(out.tolist()) == {expected}, (second, mode, hex(int(out[0])))
+
+
+def test_constants_of_packed_shifts():
+    """op_sel of an integer constant gives its upper half, which is 0: one shift of two."""
+    for modifiers, expected in (("op_sel:[1,0] op_sel_hi:[0,0]", 0x0A5AA5A0), ("op_sel_hi:[0,1]", 0x01230A5A)):
+        out = np.zeros(64, np.uint32)
+        run(build(START + f"v_mov_b32 v3, 0x1234a5a0\nv_pk_lshrrev_b16 v2, 4, v3 {modifiers}\n" + STORE), out)
+        assert set(out.tolist()) == {expected}, modifiers
+
+
 def test_what_a_launch_may_ask_for():
     code = build(START + STORE, lds=512)
     out = np.zeros(64, np.uint32)

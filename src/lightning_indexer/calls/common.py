@@ -35,9 +35,44 @@ def keep(facts: object, plan: Any) -> None:
     PLANS[facts] = plan
 
 
-_functorch = torch._C._functorch.peek_interpreter_stack
 _transforms = torch._C._functorch.get_dynamic_layer_stack_depth
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+dispatch_modes = torch._C._len_torch_dispatch_stack
+functorch = torch._C._functorch.peek_interpreter_stack
+tracing = torch._C._get_tracing_state
+
+
+def facts(operation: str, tensors: Sequence[Any], *others: Any) -> object:
+    """What a plan may depend on, of a call whose tensors come as they are; None where one is no dense tensor.
+
+    Of addresses, what lies below a boundary of 16 bytes counts.
+    """
+    try:
+        found = (
+            operation,
+            *[
+                None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15)
+                for t in tensors
+            ],
+            *others,
+        )
+        hash(found)
+    except (AttributeError, TypeError, RuntimeError):  # the checks say which
+        return None
+    return found
+
+
+def plain(call: Any) -> Any:
+    """A call, parameters and subclasses among its tensors as the tensors they hold; of named tuples within it too."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
+            return value.detach().as_subclass(torch.Tensor)
+        return plain(value) if isinstance(value, tuple) and hasattr(value, "_fields") else value
+
+    return call._replace(**{name: of(value) for name, value in zip(call._fields, call, strict=True)})
 
 
 def needs_operator(tensors: Sequence[object]) -> bool:
@@ -71,7 +106,7 @@ def _transform_of(tensors: Sequence[torch.Tensor]) -> str | None:
     if torch.compiler.is_compiling():
         # Dynamo reads the depth alone; inside a transform that it traces, operands are wrapped.
         return "transforms" if _transforms() > 0 else None
-    stack = _functorch()
+    stack = functorch()
     if stack is None or not any(map(_is_wrapped, tensors)):
         return None
     name = str(stack.key()).rpartition(".")[2].lower()

@@ -53,8 +53,8 @@ def fp8_paged_mqa_logits(
 
     Args:
         q: [B, next_n, H, D] float8_e4m3fn, or float8_e4m3fnuz on gfx942; last dimension contiguous.
-        kv_cache: [blocks, page, 1, D + 4] uint8, or without the 1. Blocks are contiguous each and may lie any multiple
-            of 4 bytes apart; the pool may be of any size.
+        kv_cache: [blocks, page, 1, D + 4] uint8 (D / 2 + 4 of fp4 keys), or without the 1. Blocks are contiguous each
+            and may lie any multiple of 4 bytes apart; the pool may be of any size.
         weights: [B * next_n, H] float32, bfloat16 or float16; last dimension contiguous.
         context_lens: int32, any strides. [B, next_n]: the length of each row. [B]: row j sees
             ``context_lens[b] - next_n + 1 + j`` positions. Lengths of 0 and below are rows that see nothing; lengths
@@ -63,6 +63,7 @@ def fp8_paged_mqa_logits(
             page are not read.
         max_context_len: W, columns of the result.
         layout: how keys lie in the cache; None: ``CacheLayout(page, D, dtype=q.dtype)``, flat with float32 scales.
+            fp4 keys become e4m3 in the kernel, exactly where ``gather_k_cache`` says so.
         indices: [B] int32, for ragged batches: q[b] belongs to sequence ``indices[b]``, whose row of ``block_tables``,
             then [sequences, max_blocks], it reads. Not read where the row's length is 0.
         clean_logits: write -inf behind each row's length; False leaves those columns unspecified.

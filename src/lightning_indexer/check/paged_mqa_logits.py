@@ -17,6 +17,7 @@ from lightning_indexer.calls.paged_mqa_logits import fp8_paged_mqa_logits
 from lightning_indexer.check.guarded import GuardedOutput
 from lightning_indexer.check.verify import Finding, SimulatedCase
 from lightning_indexer.check.wrong import Wrong
+from lightning_indexer.fp4 import BLOCK, quantize_fp4
 from lightning_indexer.problems.accuracy import calc_diff
 from lightning_indexer.problems.cache_layout import CacheLayout, Order, Scales
 from lightning_indexer.problems.mqa_logits import MAX_DIFF
@@ -43,6 +44,7 @@ class Case:
         out_dtype, clean: the call's options.
         ragged: B tokens of fewer sequences, by ``indices``.
         gap: bytes between two blocks; not a multiple of 16, blocks are not aligned.
+        fp4: the cache is MXFP4, and ``dtype`` q's alone.
         seed: of what is random.
     """
 
@@ -60,6 +62,7 @@ class Case:
     clean: bool = True
     ragged: bool = False
     gap: int = 0
+    fp4: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -70,6 +73,8 @@ class Case:
 
     @property
     def layout(self) -> CacheLayout:
+        if self.fp4:
+            return CacheLayout.fp4(self.page, self.head_dim)
         return CacheLayout(self.page, self.head_dim, self.order, self.scales, self.dtype)
 
     @property
@@ -108,6 +113,9 @@ def cases(full: bool) -> list[Case]:
     ]
     found += [Case(3, 2, 32, 128, width, gap=gap) for gap in (4, 256)]
     found += [Case(7, next_n, 32, 128, width, ragged=True, lengths=lengths) for next_n, lengths in _RAGGED]
+    found += [Case(3, 2, heads, 128, width, lengths="rows", fp4=True) for heads in (8, 16, 32, 64, 128)]
+    found += [Case(3, 1, 32, 128, width, page, fp4=True, gap=gap) for page in (16, 64, 128) for gap in (0, 4)]
+    found += [Case(7, 1, 32, 128, width, fp4=True, ragged=True, clean=False, out_dtype=torch.bfloat16)]
     found += [Case(0, 2, 32, 128, width), Case(2, 1, 32, 128, 1), Case(1, 1, 64, 128, 3 * width)]
     if full:
         found += [Case(size, 1, 64, 128, 2048) for size in (1, 2, 3, 16, 64, 256, 1024, 4096)]
@@ -129,6 +137,8 @@ def simulated_cases(dtype: torch.dtype) -> list[Case]:
         Case(3, 1, 64, 128, 70, 32, dtype=fn, lengths="page ends", out_dtype=torch.bfloat16),
         Case(3, 1, 32, 64, 70, 1, dtype=dtype, gap=12, ragged=True),
         Case(1, 1, 32, 128, 1200, 64, "preshuffled", dtype=fn, lengths="zeros"),
+        Case(2, 2, 16, 128, 150, dtype=dtype, fp4=True, lengths="rows"),
+        Case(1, 1, 32, 128, 100, 128, dtype=fn, fp4=True, gap=4),
     ]
 
 
@@ -179,7 +189,12 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     k.view(-1)[::5] = -0.0
     scale = torch.rand((pool, case.page), generator=generator) + 0.1
     scale = torch.exp2(torch.log2(scale).round()) if case.scales != "float32" else scale
-    values = k.to(case.dtype).view(torch.uint8)
+    if case.fp4:
+        # Channels of sizes that take other exponents, 14 apart at most.
+        sizes = torch.randint(-5, 6, (pool, case.page, case.head_dim // BLOCK), generator=generator)
+        values, scale_bytes = quantize_fp4(k * torch.exp2(sizes.float()).repeat_interleave(BLOCK, dim=-1))
+    else:
+        values = k.to(case.dtype).view(torch.uint8)
     tables = torch.randperm(pool - 2, generator=generator).view(sequences, blocks) + 1
     # What no row sees: NaN values and NaN scales; entries that lie far outside of the pool.
     longest = row_lengths(lengths, case.next_n, case.width).amax(dim=1)
@@ -188,7 +203,10 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     position = torch.arange(blocks * case.page).view(blocks, case.page)
     unseen = torch.ones((pool, case.page), dtype=torch.bool)
     unseen[tables] = position >= seen[:, None, None]
-    values[unseen] = 0x80 if case.dtype is torch.float8_e4m3fnuz else 0x7F
+    if case.fp4:
+        scale_bytes[unseen] = 0xFF
+    else:
+        values[unseen] = 0x80 if case.dtype is torch.float8_e4m3fnuz else 0x7F
     if case.scales == "float32":
         scale[unseen] = float("nan")
     garbage = torch.tensor([-1, 2**31 - 1, -(2**31), 10**9])
@@ -197,11 +215,11 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     if indices is not None:
         indices[longest == 0] = -7
 
-    cache = layout.pack(values.view(case.dtype), scale)
+    cache = layout.pack(values, scale_bytes) if case.fp4 else layout.pack(values.view(case.dtype), scale)
     apart = layout.block_bytes + case.gap
     wide = torch.full((pool, apart), 0xA5, dtype=torch.uint8)
     wide[:, : layout.block_bytes] = cache.view(pool, -1)
-    kv_cache = wide.to(device).as_strided(cache.shape, (apart, case.head_dim + 4, case.head_dim + 4, 1))
+    kv_cache = wide.to(device).as_strided(cache.shape, (apart, layout.row_bytes + 4, layout.row_bytes + 4, 1))
     q = torch.randn((batch, case.next_n, case.heads, case.head_dim), generator=generator)
     q.view(-1)[::7] = -0.0
     weights = torch.randn((batch * case.next_n, case.heads + 3), generator=generator)[:, : case.heads]

@@ -126,6 +126,9 @@ _SUITES = {
     "fp8_mqa_logits": "mqa_logits:MqaLogitsSuite",
     "fp8_mqa_topk": "mqa_topk:MqaTopKSuite",
     "fp8_paged_mqa_logits": "paged_mqa_logits:PagedMqaLogitsSuite",
+    "gather_k_cache": "gather_k_cache:GatherKCacheSuite",
+    "insert_k_cache": "insert_k_cache:InsertKCacheSuite",
+    "prepare_q": "prepare_q:PrepareQSuite",
     "fp8_paged_mqa_topk": "paged_mqa_topk:PagedMqaTopKSuite",
     "top_k_per_row": "top_k:TopKSuite",
 }

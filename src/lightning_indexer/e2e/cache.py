@@ -1,38 +1,33 @@
-"""The indexer's paged key cache: fp8 keys and their scales in blocks that lie anywhere, as engines keep them."""
+"""The indexer's keys of one request in one layer: a paged cache, as engines keep them."""
 
 from __future__ import annotations
 
 import torch
 
+from lightning_indexer.calls.gather_k_cache import gather_k_cache
+from lightning_indexer.calls.insert_k_cache import insert_k_cache
+from lightning_indexer.problems.cache_layout import CacheLayout
+
 BLOCK_TOKENS = 64
 
 
 class PagedKeys:
-    """Keys of one request in one layer.
-
-    A block of bytes holds ``BLOCK_TOKENS`` rows of D fp8 values, then as many float32 scales. Blocks are handed out in
-    a shuffled order, so that a gather is one.
-    """
+    """Blocks are handed out in a shuffled order, so that a gather is one."""
 
     def __init__(self, tokens: int, head_dim: int, device: torch.device, generator: torch.Generator) -> None:
+        self.layout = CacheLayout(BLOCK_TOKENS, head_dim)
         blocks = -(-tokens // BLOCK_TOKENS)
-        storage = torch.zeros(blocks, BLOCK_TOKENS * (head_dim + 4), dtype=torch.uint8, device=device)
-        split = BLOCK_TOKENS * head_dim
-        self._values = storage[:, :split].view(blocks, BLOCK_TOKENS, head_dim)
-        self._scales = storage[:, split:].view(torch.float32)
-        self.block_table = torch.randperm(blocks, generator=generator, device=generator.device).to(device)
+        self._cache = torch.zeros((blocks, *self.layout.block_shape), dtype=torch.uint8, device=device)
+        order = torch.randperm(blocks, generator=generator, device=generator.device).to(device)
+        self.block_table = order.int()[None]
 
-    def write(self, start: int, k: torch.Tensor, kv_scale: torch.Tensor) -> None:
-        """Stores keys [T, D] fp8 and scales [T] at positions ``start`` and after."""
-        block, offset = self._slots(start, start + k.shape[0])
-        self._values[block, offset] = k.view(torch.uint8)
-        self._scales[block, offset] = kv_scale
+    def write(self, start: int, k: torch.Tensor) -> None:
+        """Quantises keys [T, D] and stores them at positions ``start`` and after."""
+        positions = torch.arange(start, start + k.shape[0], device=self._cache.device)
+        block = self.block_table[0, positions // BLOCK_TOKENS].long()
+        insert_k_cache(k, self._cache, block * BLOCK_TOKENS + positions % BLOCK_TOKENS, layout=self.layout)
 
     def gather(self, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first ``keys`` keys, contiguous: [keys, D] fp8 and [keys] float32."""
-        block, offset = self._slots(0, keys)
-        return self._values[block, offset].view(torch.float8_e4m3fn), self._scales[block, offset]
-
-    def _slots(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = torch.arange(start, stop, device=self.block_table.device)
-        return self.block_table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+        lengths = torch.arange(2, dtype=torch.int32, device=self._cache.device) * keys
+        return gather_k_cache(self._cache, self.block_table, lengths, keys, layout=self.layout)

@@ -31,12 +31,12 @@ import torch.nn.functional as F  # noqa: N812
 
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.calls.mqa_topk import fp8_mqa_topk
+from lightning_indexer.calls.prepare_q import prepare_q
 from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.chunking import Chunk, Request, plan_chunks
 from lightning_indexer.e2e.cache import PagedKeys
 from lightning_indexer.e2e.clock import Clock
 from lightning_indexer.e2e.dims import Dims
-from lightning_indexer.fp8 import quantize_k
 
 # What the gathered latents of one block of query rows, and the feed-forward activations, may take.
 GATHER_BYTES = 2**30
@@ -231,10 +231,8 @@ class Stack:
             q = self._rotary((c @ layer.w_iq).view(-1, d.index_heads, d.index_dim), start)
             gates = (1.0 + (h @ layer.w_iw).float()) * (d.index_heads * d.index_dim) ** -0.5
         with clock.phase("quantise"):
-            paged.write(start, *quantize_k(k))
-            flat, q_scale = quantize_k(q.reshape(-1, d.index_dim))
-            q_fp8 = flat.view_as(q)
-            weights = gates * q_scale.view_as(gates)
+            paged.write(start, k)
+            q_fp8, weights = prepare_q(q, gates, weight_scale=1.0)
         selected = torch.empty((h.shape[0], d.index_topk), dtype=torch.int32, device=self.device)
         gathered = None
         backend, selection = backends

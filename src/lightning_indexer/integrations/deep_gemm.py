@@ -12,6 +12,10 @@ max_context_len, clean_logits, indices)``; ``fp8_fp4_paged_mqa_logits((q, None),
 indices)``; and that without ``clean_logits`` and ``logits_dtype``. ``get_paged_mqa_logits_metadata`` gives them a
 schedule that none of them reads.
 
+The last two of each take fp4 operands (MXFP4: packed values, and four UE8M0 bytes a row). Nothing here multiplies in
+fp4: operands of the prefill call become e4m3 with one scale a row, q's in the weights, and decode kernels convert the
+cache as they read it. Exact where the exponents of a row's blocks lie within 14 of each other, see ``fp4_to_fp8``.
+
 DeepGEMM aborts on sizes that it was not built for, such as H other than 32 and 64 on Hopper; these calls run them.
 """
 
@@ -20,7 +24,13 @@ from __future__ import annotations
 import torch
 
 import lightning_indexer
+from lightning_indexer.arch import arch_of
+from lightning_indexer.fp4 import fp4_to_fp8
+from lightning_indexer.problems.cache_layout import SCALE_BYTES, CacheLayout
 from lightning_indexer.problems.checks import as_bool, as_int, check_tensor, is_numpy_bool, shape_of
+
+# Of a row: DeepGEMM's fp4 has D = 128.
+FP4_BYTES = 64
 
 
 def fp8_mqa_logits(
@@ -64,15 +74,16 @@ def fp8_fp4_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     schedule_meta: object = None,
 ) -> torch.Tensor:
-    """``deep_gemm.fp8_fp4_mqa_logits`` for fp8 operands, of the repository and of the vLLM 0.33 wheel.
+    """``deep_gemm.fp8_fp4_mqa_logits``, of the repository and of the vLLM 0.33 wheel.
 
     The two differ from the sixth argument on. By position, a bool there is the repository's ``clean_logits``; an int is
     the wheel's ``max_seqlen_k``, and the seventh its ``schedule_meta``. By keyword, without ``clean_logits``, a width
     above 0 is the wheel's call: in the repository's it would contradict the default.
 
     Args:
-        q: ``(q, None)``: [M, H, D] float8_e4m3fn. A second element other than None would make it fp4.
-        kv: ``(k, kv_scale)``: [N, D] float8_e4m3fn and [N] float32.
+        q: ``(q, None)``: [M, H, D] float8_e4m3fn; or fp4, ``(values, scales)``: [M, H, D / 2] int8 or uint8 and [M, H]
+            int32, four UE8M0 bytes.
+        kv: ``(k, kv_scale)``: [N, D] float8_e4m3fn and [N] float32; or fp4, [N, D / 2] int8 or uint8 and [N] int32.
         weights: [M, H] float32.
         cu_seq_len_k_start, cu_seq_len_k_end: [M] int32, each row's window; the end is exclusive.
         clean_logits: write ``-inf`` outside the windows; None: where the logits are not compressed.
@@ -85,10 +96,13 @@ def fp8_fp4_mqa_logits(
         and columns outside the window hold anything.
 
     Raises:
-        TypeError: ``q`` is not a pair, or is fp4; two widths; also as :func:`lightning_indexer.fp8_mqa_logits`.
+        TypeError: ``q`` is not a pair, or its scales are no UE8M0 bytes; two widths; also as
+            :func:`lightning_indexer.fp8_mqa_logits`.
         ValueError: a width of 0 in the wheel's place for it; also as :func:`lightning_indexer.fp8_mqa_logits`.
     """
-    values = _fp8_of(q)
+    values, weights = _fp8_of(q, weights)
+    if isinstance(kv, (tuple, list)) and len(kv) == 2 and getattr(kv[0], "dtype", None) in _PACKED:
+        kv = _converted("kv", kv[0], kv[1])
     if clean_logits is not None and not isinstance(clean_logits, bool) and not is_numpy_bool(clean_logits):
         width = int(as_int("clean_logits or max_seqlen_k, the sixth argument", clean_logits))
         # The seventh is then the schedule; a number there that is not the default is a second width.
@@ -191,39 +205,70 @@ def fp8_fp4_paged_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``deep_gemm.fp8_fp4_paged_mqa_logits`` for fp8 operands, of the repository and of the vLLM 0.33 wheel.
+    """``deep_gemm.fp8_fp4_paged_mqa_logits``, of the repository and of the vLLM 0.33 wheel.
 
     The two differ in the eighth argument: the repository's ``clean_logits``, or the wheel's ``indices``.
 
     Args:
-        q: ``(q, None)``: [B, next_n, H, D] float8_e4m3fn. A second element other than None would make it fp4.
+        q: ``(q, None)``: [B, next_n, H, D] float8_e4m3fn; or fp4, ``(values, scales)``: [B, next_n, H, D / 2] int8 or
+            uint8 and [B, next_n, H] int32, four UE8M0 bytes.
+        kv_cache: as in :func:`fp8_paged_mqa_logits`, or fp4: [blocks, page, 1, D / 2 + 4] uint8.
         clean_logits: write ``-inf`` behind each row's length; None: no. A tensor is the wheel's ``indices``.
         logits_dtype: ``torch.float32`` or ``torch.bfloat16``.
-        kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, indices: as in
+        weights, context_lens, block_table, schedule_meta, max_context_len, indices: as in
             :func:`fp8_paged_mqa_logits`.
 
     Returns:
         [B * next_n, max_context_len] of ``logits_dtype``.
 
     Raises:
-        TypeError: ``q`` is not a pair, or is fp4; also as :func:`lightning_indexer.fp8_paged_mqa_logits`.
+        TypeError: ``q`` is not a pair, or its scales are no UE8M0 bytes; also as
+            :func:`lightning_indexer.fp8_paged_mqa_logits`.
         ValueError: as :func:`lightning_indexer.fp8_paged_mqa_logits`.
     """
-    values = _fp8_of(q)
+    values, weights = _fp8_of(q, weights.reshape(q[0].shape[:3]) if _is_fp4(q) else weights)
     if clean_logits is None or isinstance(clean_logits, torch.Tensor):
         clean_logits = False
     if values.dim() == 4 and values.shape[1] == 1 and context_lens.dim() == 2:
         context_lens = context_lens.squeeze(1)
+    head_dim = values.shape[-1]
+    layout = None
+    if kv_cache.dim() > 1 and kv_cache.shape[-1] == head_dim // 2 + SCALE_BYTES:
+        layout = CacheLayout.fp4(kv_cache.shape[1], head_dim)
     return lightning_indexer.fp8_paged_mqa_logits(
-        values, kv_cache, weights, context_lens, block_table, max_context_len, clean_logits=clean_logits,
-        out_dtype=logits_dtype,
+        values, kv_cache, weights.flatten(0, -2), context_lens, block_table, max_context_len, layout=layout,
+        clean_logits=clean_logits, out_dtype=logits_dtype,
     )  # fmt: skip
 
 
-def _fp8_of(q: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+# DeepGEMM's tag of packed fp4, and the bytes themselves.
+_PACKED = (torch.int8, torch.uint8)
+
+
+def _is_fp4(q: object) -> bool:
+    return isinstance(q, (tuple, list)) and len(q) == 2 and q[1] is not None
+
+
+def _fp8_of(q: tuple[torch.Tensor, torch.Tensor | None], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q in e4m3, and the weights, which fp4 q's scales go into."""
     if not isinstance(q, (tuple, list)) or len(q) != 2:
-        raise TypeError(f"q: got {type(q).__name__}, expected the pair (q, None)")
+        raise TypeError(f"q: got {type(q).__name__}, expected the pair (q, None), or fp4, (values, scales)")
     values, scale = q
-    if scale is not None:
-        raise TypeError("q: got a scale, which makes it fp4; fp4 is not supported: expected (q, None)")
-    return values
+    if scale is None:
+        return values, weights
+    values, row_scale = _converted("q", values, scale)
+    return values, weights.float() * row_scale
+
+
+def _converted(name: str, values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 and float32 scales of packed fp4 rows and their UE8M0 bytes."""
+    check_tensor(name, values, _PACKED, ": values of fp4 are packed, two a byte")
+    check_tensor(f"{name}'s scales", scale, (torch.int32,), ": four UE8M0 bytes, one for each 32 channels")
+    rows = values.shape[:-1]
+    if values.shape[-1] != FP4_BYTES or scale.numel() != rows.numel():
+        raise ValueError(
+            f"{name}: got shape {shape_of(values)} with scales {shape_of(scale)}, expected [..., {FP4_BYTES}] and an "
+            "int32 a row"
+        )
+    dtype = torch.float8_e4m3fnuz if arch_of(values.device).fp8 == "fnuz" else torch.float8_e4m3fn
+    return fp4_to_fp8(values, scale.contiguous().view(torch.uint8).view(*rows, SCALE_BYTES), dtype)

@@ -15,6 +15,7 @@ import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.chunking import MAX_KEYS
+from lightning_indexer.fp4 import dequantize_fp4, quantize_fp4
 from lightning_indexer.fp8 import FP8_DTYPES
 from lightning_indexer.problems.accuracy import calc_diff
 from lightning_indexer.problems.cache_layout import SCALE_BYTES, CacheLayout
@@ -81,7 +82,7 @@ class PagedMqaLogitsProblem(NamedTuple):
         blocks = max(3, -(-700 // page))
         return self._replace(
             batch=9, width=blocks * page - page // 3, max_blocks=blocks, q_dtype=fp8,
-            layout=self.layout._replace(dtype=fp8),
+            layout=self.layout if self.layout.is_fp4 else self.layout._replace(dtype=fp8),
         )  # fmt: skip
 
     def example(self, device: torch.device) -> PagedMqaLogitsCall:
@@ -103,8 +104,8 @@ class PagedMqaLogitsCall(NamedTuple):
 
     What a backend is given has been validated and normalised: ``q`` [B, next_n, H, D] fp8, last dimension
     contiguous, q and cache in the arch's dialect, or on gfx942 in any, which its kernels have to read; ``kv_cache``
-    uint8 [blocks, page, 1, D + 4] or [blocks, page, D + 4], each block contiguous, blocks ``stride(0)`` bytes
-    apart, its address and that a multiple of 4; ``weights`` [B * next_n, H] float32, last dimension contiguous;
+    uint8 [blocks, page, 1, D + 4] (D / 2 + 4 of fp4) or without the 1, each block contiguous, blocks ``stride(0)``
+    bytes apart, its address and that a multiple of 4; ``weights`` [B * next_n, H] float32, last dimension contiguous;
     ``context_lens`` int32 [B], or [B, next_n] where the problem has ``row_lengths``, any strides; ``block_tables``
     int32 [B, max_blocks] ([sequences, max_blocks] with ``indices``), last dimension contiguous; ``layout``;
     ``indices`` None or int32 [B], contiguous; ``out`` [B * next_n, max_context_len], last dimension contiguous. All
@@ -333,9 +334,13 @@ def reference_paged_logits(
             sequence = b if indices is None else int(indices[b])
             blocks = block_tables[sequence, : -(-longest // layout.page)].long()
             k, kv_scale = layout.unpack(kv_cache[blocks])
-            keys, scales = k.float().reshape(-1, layout.head_dim)[:longest], kv_scale.reshape(-1)[:longest]
             rows = slice(b * next_n, (b + 1) * next_n)
-            found = reference_scores(q[b], keys, weights[rows]) * scales
+            if layout.is_fp4:
+                keys = dequantize_fp4(k, kv_scale).reshape(-1, layout.head_dim)[:longest]
+                found = reference_scores(q[b], keys, weights[rows])
+            else:
+                keys, scales = k.float().reshape(-1, layout.head_dim)[:longest], kv_scale.reshape(-1)[:longest]
+                found = reference_scores(q[b], keys, weights[rows]) * scales
             found += 0.0  # -0.0 becomes +0.0, as the contract says
             seen = torch.arange(longest, device=q.device) < lengths[b, :, None]
             logits[rows, :longest] = found.masked_fill_(~seen, float("-inf"))
@@ -362,13 +367,14 @@ def _example(problem: PagedMqaLogitsProblem, device: torch.device) -> PagedMqaLo
         scale.view(-1)[1::3] *= -1.0
     else:
         scale = torch.exp2(torch.log2(scale).round())
-    blocks = layout.pack(k.to(layout.dtype), scale).view(pool, layout.block_bytes)
+    packed = quantize_fp4(k) if layout.is_fp4 else (k.to(layout.dtype), scale)
+    blocks = layout.pack(*packed).view(pool, layout.block_bytes)
     # What is not aligned starts four bytes into what is.
     shift, apart = 0 if problem.aligned else 4, -(-layout.block_bytes // 16) * 16 + 16
     wide = torch.zeros((pool, apart), dtype=torch.uint8, device=device)
     place = wide[:, shift : shift + layout.block_bytes]
     place.copy_(blocks.to(device))
-    kv_cache = place.as_strided((pool, *layout.block_shape), (apart, head_dim + 4, head_dim + 4, 1))
+    kv_cache = place.as_strided((pool, *layout.block_shape), (apart, layout.row_bytes + 4, layout.row_bytes + 4, 1))
     q = torch.zeros((batch, next_n, heads, head_dim + 16), dtype=problem.q_dtype, device=device)
     q = q[..., shift : shift + head_dim]
     q.copy_(values.to(problem.q_dtype).to(device))

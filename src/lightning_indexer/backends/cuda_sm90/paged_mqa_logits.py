@@ -41,6 +41,8 @@ class PagedMqaLogits:
                 return f"{name}={value} is not one of {', '.join(map(str, known))}"
         if problem.next_n > MAX_NEXT_N:
             return f"next_n={problem.next_n} is beyond {MAX_NEXT_N}"
+        if layout.is_fp4:
+            return "keys are fp4: WGMMA reads fp8"
         if layout.order != "flat":
             return f"pages are {layout.order}: WGMMA reads flat ones"
         if not problem.aligned:

@@ -16,6 +16,7 @@ import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.torch_blocked.mqa_logits import _threads
+from lightning_indexer.fp4 import dequantize_fp4
 from lightning_indexer.problems.checks import plain_arithmetic
 from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsCall, PagedMqaLogitsProblem, row_lengths
 
@@ -160,14 +161,20 @@ class _Work:
         problem, call = self.problem, self.call
         count, blocks = pages.shape[:2]
         k, kv_scale = problem.layout.unpack_blocks(pages.reshape(count * blocks, -1))
-        wide, factor = _widen(k) if k.device.type == "cpu" else (k.float(), 1.0)
+        if problem.layout.is_fp4:
+            wide, factor = dequantize_fp4(k, kv_scale), 1.0
+            kv_scale = wide.new_ones(())
+        else:
+            wide, factor = _widen(k) if k.device.type == "cpu" else (k.float(), 1.0)
         keys = wide.view(count, blocks * problem.layout.page, problem.head_dim)
         q = call.q[some].float().reshape(count, -1, problem.head_dim) * factor
         scores = torch.bmm(q, keys.transpose(1, 2)).relu_()
         first, stop, _ = some.indices(problem.batch)
         weights = call.weights[first * problem.next_n : stop * problem.next_n, None, :]
         logits = torch.bmm(weights, scores.view(count * problem.next_n, problem.heads, -1))
-        logits = logits.view(count, problem.next_n, -1) * kv_scale.view(count, 1, -1)
+        logits = logits.view(count, problem.next_n, -1) * (
+            kv_scale if kv_scale.dim() == 0 else kv_scale.view(count, 1, -1)
+        )
         return logits + 0.0  # -0.0 becomes +0.0
 
 

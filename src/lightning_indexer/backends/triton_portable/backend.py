@@ -11,8 +11,11 @@ from typing import ClassVar
 from lightning_indexer.amd import triton_amd
 from lightning_indexer.backends.row_waves import CompiledRowWaves
 from lightning_indexer.backends.selections import SELECTIONS
+from lightning_indexer.backends.triton_portable.gather_k_cache import GatherKCache
+from lightning_indexer.backends.triton_portable.insert_k_cache import InsertKCache
 from lightning_indexer.backends.triton_portable.mqa_logits import MqaLogits
 from lightning_indexer.backends.triton_portable.paged_mqa_logits import PagedMqaLogits
+from lightning_indexer.backends.triton_portable.prepare_q import PrepareQ
 from lightning_indexer.backends.triton_portable.top_k import TopK
 
 
@@ -23,6 +26,9 @@ class TritonPortable:
         "fp8_mqa_logits": MqaLogits(),
         "fp8_mqa_topk": CompiledRowWaves(MqaLogits(), SELECTIONS),
         "fp8_paged_mqa_logits": PagedMqaLogits(),
+        "gather_k_cache": GatherKCache(),
+        "insert_k_cache": InsertKCache(),
+        "prepare_q": PrepareQ(),
         "fp8_paged_mqa_topk": CompiledRowWaves(PagedMqaLogits(), SELECTIONS),
         "top_k_per_row": TopK(),
     }

@@ -14,6 +14,7 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.backends.gate import unsupported_grid
 from lightning_indexer.backends.triton_launch import device_guard, within_2gib
 from lightning_indexer.backends.triton_portable.mqa_logits import HEAD_DIMS, HEADS
+from lightning_indexer.fp4 import FP4
 from lightning_indexer.problems.mqa_logits import row_stride
 from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsCall, PagedMqaLogitsProblem
 
@@ -175,10 +176,12 @@ class Launch:
 
 
 def _mode(dtype: torch.dtype, arch: Arch) -> str:
-    """How the matrix unit of the arch reads fp8 of that dialect."""
+    """How the matrix unit of the arch reads fp8 of that dialect; fp4 is converted to its own."""
     if arch.fp8 == "none":
         return "widen"
     if arch.fp8 == "fnuz":
+        if dtype is FP4:
+            return "fnuz"
         return "fnuz" if dtype is torch.float8_e4m3fnuz else "scrub"
     return "fn"
 
@@ -208,6 +211,7 @@ def constants(problem: PagedMqaLogitsProblem, arch: Arch, config: PagedTileConfi
         "PAGE": problem.layout.page,
         "SHUFFLED": problem.layout.order == "preshuffled",
         "UE8M0": problem.layout.scales == "ue8m0",
+        "FP4_SHIFT": (5 if mode == "fnuz" else 6) if problem.layout.is_fp4 else 0,
         "ROW_LENGTHS": problem.row_lengths,
         "CLEAN": problem.clean_logits,
         "BLOCK": config.block,
@@ -239,7 +243,7 @@ def call_like(problem: PagedMqaLogitsProblem) -> PagedMqaLogitsCall:
     blocks = max(2, batch * problem.max_blocks)
     apart = layout.block_bytes + (0 if problem.aligned else 4)
     wide = empty(blocks, apart, dtype=torch.uint8)
-    width = layout.head_dim + 4
+    width = layout.row_bytes + 4
     out = empty(problem.rows, row_stride(problem.width, problem.out_dtype), dtype=problem.out_dtype)
     return PagedMqaLogitsCall(
         empty(batch, next_n, problem.heads, problem.head_dim, dtype=problem.q_dtype),

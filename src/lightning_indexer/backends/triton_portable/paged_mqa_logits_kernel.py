@@ -9,6 +9,9 @@ with -inf in the same manner: every column is written once.
 
 Keys lie on the M side of the product, so a key's heads end in few lanes. A tile within one page asks the block table
 once, others once a key. Addresses of blocks are 64-bit; places within a block are 32-bit.
+
+fp4 keys become what the matrix unit reads in registers: even and odd channels apart, as they lie in the bytes' nibbles,
+so that a product is two of D / 2 channels each, with q split likewise. The key's own scale is applied as others are.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightning_indexer.backends.triton_portable.fp4_kernel import e4m3_of_e2m1, tops
 from lightning_indexer.backends.triton_portable.mqa_logits_kernel import _widen
+from lightning_indexer.backends.triton_portable.quantize_kernel import key_scale
 
 
 def _name(specialization) -> str:
     c = specialization.constants
     form = "clean" if c["CLEAN"] else "noclean"
-    order = "preshuffled" if c["SHUFFLED"] else "flat"
+    order = "fp4" if c["FP4_SHIFT"] else "preshuffled" if c["SHUFFLED"] else "flat"
     shape = f"n{c['NEXT_N']}_H{c['HEADS']}_D{c['HEAD_DIM']}_page{c['PAGE']}"
     return f"fp8_paged_mqa_logits_{shape}_bkv{c['BLOCK']}_r{c['ROWS']}_{order}_{form}_triton"
 
@@ -63,14 +68,33 @@ def _load_scales(base, inside, PLACE: tl.constexpr, UE8M0: tl.constexpr, MASKED:
 
 
 @triton.jit
+def _fp4_operand(x, down, lowest, BLOCK: tl.constexpr, SHIFT: tl.constexpr, MODE: tl.constexpr):
+    """What the matrix unit reads, [BLOCK, 4 * words], of int32 of four e2m1 codes."""
+    x = e4m3_of_e2m1(x, down, lowest, SHIFT, "fn bits" if MODE == "widen" else MODE)
+    WIDTH: tl.constexpr = 4 * x.shape[1]
+    even = tl.join(x.to(tl.uint8), (x >> 16).to(tl.uint8))
+    odd = tl.join((x >> 8).to(tl.uint8), (x >> 24).to(tl.uint8))
+    codes = tl.reshape(tl.join(even, odd), [BLOCK, WIDTH])
+    if MODE == "widen":
+        values = _widen(codes)
+    elif MODE == "fn":
+        values = codes.to(tl.float8e4nv, bitcast=True)
+    else:
+        values = codes.to(tl.float8e4b8, bitcast=True)
+    return values
+
+
+@triton.jit
 def _tile(
-    column, longest, width, length, real, q, w, cache_ptr, block_words, table_row, out_rows,
+    column, longest, width, length, real, q, q_odd, w, cache_ptr, block_words, table_row, out_rows,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SHUFFLED: tl.constexpr, UE8M0: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CLEAN: tl.constexpr, MODE: tl.constexpr, WHOLE: tl.constexpr,
+    FP4_SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CLEAN: tl.constexpr, MODE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Columns [column, column + BLOCK) of the rows. WHOLE: the longest of them sees every one."""
+    ROW_BYTES: tl.constexpr = HEAD_DIM // 2 if FP4_SHIFT else HEAD_DIM
     in_tile = tl.arange(0, BLOCK)
-    channel = tl.arange(0, HEAD_DIM)
+    channel = tl.arange(0, ROW_BYTES)
     columns = column + in_tile
     inside = columns < longest  # keys behind it are never read, nor their entries of the table
     if PAGE % BLOCK == 0:
@@ -83,16 +107,35 @@ def _tile(
             block = tl.load(table_row + columns // PAGE, mask=inside, other=0).to(tl.int64)
         inner = columns % PAGE
     base = cache_ptr + block * block_words * 4
-    if SHUFFLED:
-        places = (inner // 16 * (16 * HEAD_DIM) + inner % 16 * 16)[:, None]
-        places = places + (channel // 16 * 256 + channel % 16)[None, :]
+    if FP4_SHIFT:
+        words = (base + PAGE * ROW_BYTES).to(tl.pointer_type(tl.int32), bitcast=True) + inner
+        eight = tl.arange(0, ROW_BYTES // 4)  # nibbles
+        values = base.to(tl.pointer_type(tl.int32), bitcast=True)
+        places = inner[:, None] * (ROW_BYTES // 4) + eight[None, :]
+        pointers = values + places if PAGE % BLOCK == 0 else values[:, None] + places
+        if WHOLE:
+            packed, word = tl.load(pointers), tl.load(words)
+        else:
+            packed, word = tl.load(pointers, mask=inside[:, None], other=0), tl.load(words, mask=inside, other=0)
+        byte = (word[:, None] >> (eight // 4 * 8)[None, :]) & 0xFF
+        top, lowest = tops((packed & 0x77777777) != 0, byte)
+        scales = key_scale(top, tl.max(byte, axis=1) == 255, FP4_SHIFT)
+        down = byte - top[:, None]
+        products = tl.dot(_fp4_operand(packed & 0x0F0F0F0F, down, lowest, BLOCK, FP4_SHIFT, MODE), q)
+        odd = _fp4_operand((packed >> 4) & 0x0F0F0F0F, down, lowest, BLOCK, FP4_SHIFT, MODE)
+        products = tl.dot(odd, q_odd, products)
     else:
-        places = inner[:, None] * HEAD_DIM + channel[None, :]
-    pointers = base + places if PAGE % BLOCK == 0 else base[:, None] + places
-    k = _load_values(pointers, inside[:, None], MODE, MASKED=not WHOLE)
-    scales = _load_scales(base, inside, PAGE * HEAD_DIM, UE8M0, not WHOLE, inner)
+        if SHUFFLED:
+            places = (inner // 16 * (16 * HEAD_DIM) + inner % 16 * 16)[:, None]
+            places = places + (channel // 16 * 256 + channel % 16)[None, :]
+        else:
+            places = inner[:, None] * ROW_BYTES + channel[None, :]
+        pointers = base + places if PAGE % BLOCK == 0 else base[:, None] + places
+        k = _load_values(pointers, inside[:, None], MODE, MASKED=not WHOLE)
+        scales = _load_scales(base, inside, PAGE * HEAD_DIM, UE8M0, not WHOLE, inner)
+        products = tl.dot(k, q)
 
-    scores = tl.maximum(tl.dot(k, q), 0.0) * w[None, :]  # [BLOCK, ROWS * H] float32
+    scores = tl.maximum(products, 0.0) * w[None, :]  # [BLOCK, ROWS * H] float32
     logits = tl.sum(scores, axis=1)[:, None] if ROWS == 1 else tl.sum(tl.reshape(scores, [BLOCK, ROWS, HEADS]), axis=2)
     logits = logits * scales[:, None] + 0.0  # -0.0 becomes +0.0
     if CLEAN and (ROWS > 1 or not WHOLE):
@@ -110,7 +153,7 @@ def _tile(
 @triton.jit(repr=_name, do_not_specialize=["width", "limit", "splits"])
 def fp8_paged_mqa_logits_kernel(
     q_ptr,  # fp8, or its bytes if Q_MODE says so [B, NEXT_N, H, D]
-    cache_ptr,  # uint8: blocks of PAGE * (D + 4) bytes
+    cache_ptr,  # uint8: blocks of PAGE * (D + 4) bytes, of fp4 D / 2 + 4
     w_ptr,  # float32 [B * NEXT_N, H]
     lengths_ptr,  # int32 [B] or [B, NEXT_N]
     table_ptr,  # int32 [B, max_blocks], or of sequences
@@ -136,6 +179,7 @@ def fp8_paged_mqa_logits_kernel(
     PAGE: tl.constexpr,
     SHUFFLED: tl.constexpr,
     UE8M0: tl.constexpr,
+    FP4_SHIFT: tl.constexpr,  # of fp4 keys, see fp4_to_fp8; else 0
     ROW_LENGTHS: tl.constexpr,
     CLEAN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -171,23 +215,31 @@ def fp8_paged_mqa_logits_kernel(
         head_row = group * ROWS + tl.arange(0, ROWS * PADDED_HEADS) // PADDED_HEADS
         valid = (head < HEADS) & (head_row < NEXT_N)
         channel = tl.arange(0, HEAD_DIM)
-        q_heads = head_row.to(tl.int64) * q_stride_j + head * q_stride_h
-        q = tl.load(q_ptr + b * q_stride_b + q_heads[None, :] + channel[:, None], mask=valid[None, :], other=0.0)
+        q_heads = q_ptr + b * q_stride_b + (head_row.to(tl.int64) * q_stride_j + head * q_stride_h)
+        if FP4_SHIFT:
+            pairs = tl.load(q_heads[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
+            even, odd = tl.split(tl.reshape(pairs, [ROWS * PADDED_HEADS, HEAD_DIM // 2, 2]))
+            q, q_odd = tl.trans(even), tl.trans(odd)
+        else:
+            q = tl.load(q_heads[None, :] + channel[:, None], mask=valid[None, :], other=0.0)
+            q_odd = q
         if Q_MODE == "widen" or Q_MODE == "scrub":
-            q = _operand(q, Q_MODE)
+            q, q_odd = _operand(q, Q_MODE), _operand(q_odd, Q_MODE)
         w = tl.load(w_ptr + (b * NEXT_N + head_row) * w_stride + head, mask=valid, other=0.0) * FACTOR
 
         whole = longest // BLOCK
         if split < whole:  # a pipelined loop of no turns reads shared memory that nothing has written
             for tile in tl.range(split, whole, splits):
                 _tile(
-                    tile * BLOCK, longest, width, length, real, q, w, cache_ptr, block_words, table_row, out_rows,
-                    PADDED_HEADS, HEAD_DIM, PAGE, SHUFFLED, UE8M0, ROWS, BLOCK, CLEAN, MODE, WHOLE=True,
+                    tile * BLOCK, longest, width, length, real, q, q_odd, w, cache_ptr, block_words, table_row,
+                    out_rows, PADDED_HEADS, HEAD_DIM, PAGE, SHUFFLED, UE8M0, FP4_SHIFT, ROWS, BLOCK, CLEAN, MODE,
+                    WHOLE=True,
                 )  # fmt: skip
         if whole < tiles and whole % splits == split:
             _tile(
-                whole * BLOCK, longest, width, length, real, q, w, cache_ptr, block_words, table_row, out_rows,
-                PADDED_HEADS, HEAD_DIM, PAGE, SHUFFLED, UE8M0, ROWS, BLOCK, CLEAN, MODE, WHOLE=False,
+                whole * BLOCK, longest, width, length, real, q, q_odd, w, cache_ptr, block_words, table_row,
+                out_rows, PADDED_HEADS, HEAD_DIM, PAGE, SHUFFLED, UE8M0, FP4_SHIFT, ROWS, BLOCK, CLEAN, MODE,
+                WHOLE=False,
             )  # fmt: skip
 
     if CLEAN:

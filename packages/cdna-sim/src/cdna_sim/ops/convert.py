@@ -75,7 +75,7 @@ def _to_scaled(e: Emitter, ins: Instruction) -> None:
     encode = e.const(_formats(e, ins).encode)
     scale = e.temporary()
     e.line(f"{scale} = {_scale(e, ins, 2)}")
-    low, high = (f"{encode}({source(e, ins, index, 'f')} / {scale})" for index in range(2))
+    low, high = (f"{encode}({source(e, ins, index, 'f')} / {scale}, w.saturates)" for index in range(2))
     number = ins.bits("vdst") - VGPR0
     if ins.bits("opsel") & 8:
         e.put(number, "h", f"pack_bytes({low}, {high})", high=True)
@@ -123,7 +123,7 @@ def _to_float8(e: Emitter, ins: Instruction) -> None:
     _plain(e, ins, opsel=8)
     encode = e.const(_formats(e, ins).encode)
     a, b = source(e, ins, 0, "f"), source(e, ins, 1, "f")
-    text = f"pack_bytes({encode}({a}), {encode}({b}))"
+    text = f"pack_bytes({encode}({a}, w.saturates), {encode}({b}, w.saturates))"
     number = ins.bits("vdst") - VGPR0
     if ins.bits("opsel") & 8:
         e.put(number, "h", text, high=True)

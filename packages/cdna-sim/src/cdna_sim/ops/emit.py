@@ -260,7 +260,7 @@ class Emitter:
         if value is None:
             text = f"K[{self._special(ins, number)}]"
             return text if kind == "u" else self.cast(text, kind)
-        if high and kind in _NARROW:
+        if high and kind in _NARROW + "k":
             # An integer constant is extended to 32 bits; a half constant has zeros above it.
             value = 0xFFFF if 193 <= number <= 208 else 0
         return self.const_lanes(value, kind)

@@ -29,10 +29,10 @@ class Float8:
     largest: float
     infinite: bool
 
-    def encode(self, value: Lanes) -> Lanes:
+    def encode(self, value: Lanes, saturate: bool = False) -> Lanes:
         """float32 to bytes: nearest even; infinity and too large become infinity where there is one, else NaN.
 
-        Hardware saturates instead only where the FP16_OVFL mode asks for it, which is not modelled.
+        ``saturate``, which the FP16_OVFL mode asks for: they become the largest number.
         """
         wide = value.astype(float64)
         magnitude = np.abs(wide)
@@ -48,10 +48,12 @@ class Float8:
         code = where(normal, (power << self.mantissa) + units - (1 << self.mantissa), units)
         sign = where(np.signbit(wide), 0x80, 0)
         if self.fnuz:  # the code of -0 is the one NaN
-            sign = where(code == 0, 0, sign)
+            sign = where(finite & (code == 0), 0, sign)
             overflow: Any = self.nan
         else:
             overflow = (0x7C if self.infinite else self.nan) | sign
+        if saturate:
+            overflow = (0x7B if self.infinite else 0x7F if self.fnuz else 0x7E) | sign
         result = where(finite, code | sign, where(np.isnan(wide), self.nan, overflow))
         return result.astype(uint8)
 

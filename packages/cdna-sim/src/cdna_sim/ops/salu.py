@@ -241,6 +241,7 @@ def sopc(e: Emitter, ins: Instruction) -> None:
 
 
 # Hardware registers by number: MODE (rounding, denormals) and TRAPSTS, which no kernel here needs.
+_FP16_OVFL = 23  # bit of MODE
 _HW_MODE = 1
 
 
@@ -275,9 +276,12 @@ def sopk(e: Emitter, ins: Instruction) -> None:
 
 
 def _setreg(e: Emitter, ins: Instruction, immediate: int) -> None:
-    """Writing MODE is accepted where it changes nothing: only the mode that a kernel starts in is modelled."""
+    """Writing MODE is accepted where it changes nothing, and to FP16_OVFL, of which fp8 conversions alone take note."""
     register, offset, size = immediate & 63, immediate >> 6 & 31, (immediate >> 11) + 1
     mode = e.target.float_mode
+    if (register, offset, size, ins.name) == (_HW_MODE, _FP16_OVFL, 1, "S_SETREG_IMM32_B32"):
+        e.line(f"w.saturates = {bool(ins.literal & 1)}")
+        return
     if register != _HW_MODE or offset + size > 8 or ins.name != "S_SETREG_IMM32_B32":
         raise unknown(ins, f"hardware register {register}, bits {offset} to {offset + size - 1}", e.target.kernel)
     wanted = ins.literal & (1 << size) - 1

@@ -69,6 +69,7 @@ class Wave:
         exec, em: EXEC as an int, and as booleans, or True where all lanes are active.
         vm, lgkm: outstanding operations by counter, oldest first; ``vm_bits``, ``lgkm_bits``: registers they write.
         scratch: private memory, [lane, bytes].
+        saturates: conversions to fp8 give the largest number where they overflow: FP16_OVFL of MODE.
     """
 
     def __init__(self, launch: LaunchState) -> None:
@@ -87,6 +88,7 @@ class Wave:
         self.V.fill(POISON if poison else 0)
         self.scratch.fill(0xA5 if poison else 0)
         self.scc = 0
+        self.saturates = False
         self.vm: list[Entry] = []
         self.lgkm: list[Entry] = []
         self.vm_bits = self.lgkm_bits = 0
