@@ -97,18 +97,18 @@ def test_a_small_workspace_takes_waves():
 
 def test_which_path():
     kernel = mqa_topk.MqaTopK()
-    for rows, keys in ((4096, 32768), (1024, 131072), (512, 262144), (4096, 16384)):
+    for rows, keys in ((1024, 131072), (512, 262144), (4096, 131072)):
         assert isinstance(kernel.config(_problem(rows, keys), H200), mqa_topk_config.GateConfig)
     others = [
-        _problem(8192, 8192), _problem(512, 32768), _problem(128, 131072), _problem(4096, 32768, heads=128),
-        _problem(4096, 32768)._replace(workspace_bytes=2**29),
-        _problem(4096, 32768, order="score"), _problem(4096, 32768, tie="larger"), _problem(512, 2**20 + 1),
-        _problem(4096, 32768)._replace(force_first=4),
+        _problem(8192, 8192), _problem(4096, 32768), _problem(64, 131072), _problem(1024, 131072, heads=128),
+        _problem(1024, 131072)._replace(workspace_bytes=2**29),
+        _problem(1024, 131072, order="score"), _problem(1024, 131072, tie="larger"), _problem(512, 2**20 + 1),
+        _problem(1024, 131072)._replace(force_first=4),
     ]  # fmt: skip
     for problem in others:
         assert kernel.supports(problem, H200) is None
         assert isinstance(kernel.config(problem, H200), Waves), problem
-    bounded = _problem(4096, 32768)
+    bounded = _problem(1024, 131072)
     bounded = bounded._replace(scoring=bounded.scoring._replace(max_seqlen_k=9000))
     assert isinstance(kernel.config(bounded, H200), Waves)
     # What does not go through the gate has as few waves as the workspace allows.
