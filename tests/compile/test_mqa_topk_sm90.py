@@ -114,7 +114,7 @@ def test_which_path():
     # What does not go through the gate has as few waves as the workspace allows.
     assert kernel.config(_problem(8192, 8192), H200).rows == 2048
     assert kernel.config(_problem(8192, 8192)._replace(workspace_bytes=2**28), H200).rows == 8192
-    first, *rest = kernel.neighbours(_problem(4096, 32768), H200)
+    first, *rest = kernel.neighbours(_problem(1024, 131072), H200)
     assert isinstance(first, mqa_topk_config.GateConfig)
     assert any(isinstance(config, Waves) for config in rest)
     assert len({first, *rest}) == 1 + len(rest)

@@ -338,6 +338,7 @@ def predicted(monkeypatch) -> list[tuple]:
         asked.append((tuple(kernels), arch.name, device.name, tuple(heads), tuple(launches), samples))
         yield row(None, (128, 2048, "causal"), 32)
 
+    monkeypatch.setattr("lightning_indexer.envs.stop_triton_interpreter", lambda: None)  # other tests here want it
     monkeypatch.setattr(timing, "rows", rows)
     monkeypatch.setattr(timing, "published_rows", lambda *_: iter([row(40.0, (1024, 1024, "causal"), 32)]))
     monkeypatch.setattr(cdna, "simulator_missing", lambda: None)

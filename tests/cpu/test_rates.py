@@ -38,7 +38,7 @@ def test_matrix_instructions(opcode, operations, cycles):
     "opcode", ["v_mfma_f64_16x16x4_f64", "v_mfma_i32_32x32x16_i8", "v_add_f32", "v_mfma_f32_32x32x4_2b_bf16"]
 )
 def test_an_opcode_without_a_rate_is_named(opcode):
-    with pytest.raises(ValueError, match=f"got {opcode}, which has no rate in bench/rates.py"):
+    with pytest.raises(ValueError, match=f"got {opcode}, which has no rate in model/rates.py"):
         matrix_flop_and_cycles(opcode)
 
 

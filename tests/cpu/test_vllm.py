@@ -240,7 +240,7 @@ def packages(monkeypatch):
             "rocm",
             "gfx950",
             "hip-gfx950, else flydsl, else triton-portable, else torch-blocked (H=32); "
-            "gluon-gfx950, else flydsl, else triton-portable, else torch-blocked (H=64)",
+            "hip-gfx950, else gluon-gfx950, else flydsl, else triton-portable, else torch-blocked (H=64)",
             "hip-gfx950",
         ),
         ("rocm", "gfx1100", "torch-blocked (H=32, 64)", "torch-blocked"),

@@ -18,4 +18,4 @@ def test_simulated(compiled_kernels):
     environment = envs.for_process(TRITON_INTERPRET=None, LIGHTNING_INDEXER_CACHE_DIR=str(compiled_kernels))
     done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["4 launches, waves of 3 rows"]
+    assert done.stdout.splitlines() == ["4 launches, waves of 4 rows"]

@@ -194,22 +194,12 @@ LONGEST = 8192
 
 def _take_apart(backend: str, built: Built, launch: _Launch) -> Kernel:
     problem = launch.problem
-    lengths = [max(min(problem.keys, LONGEST) // part, 1) for part in (1, 2, 4, 8, 16, 32)]
-
-    def work(group: tuple[int, int, int]) -> tuple[float, float]:
-        amounts = _amounts(launch.simulate([group], lengths[0]))
-        return amounts["flop"], _stored(amounts)
-
-    # A workgroup that has keys in the longest of these windows, and all of its rows: the last one may lack some.
-    busy = max(launch.spread(9), key=work)
-    empty = _amounts(launch.simulate([busy], 0))
-    longest = _amounts(launch.simulate([busy], lengths[0]))
-    for length in lengths[1:]:
-        shorter = _amounts(launch.simulate([busy], length))
-        if 0 < shorter["flop"] < longest["flop"]:
-            break
-    else:
-        raise ValueError(f"{backend}: no two windows of {problem} give one workgroup different work")
+    most = min(problem.keys, LONGEST)
+    while (windows := _two_windows(launch, most)) is None:
+        if most == problem.keys:
+            raise ValueError(f"{backend}: no two windows of {problem} give one workgroup different work")
+        most = min(problem.keys, 4 * most)  # of many splits, each has a single tile of the shorter one
+    empty, shorter, longest = windows
 
     stored = _stored(empty)
     filled = {name: amount / stored for name, amount in empty.items()} if stored else {}
@@ -225,6 +215,27 @@ def _take_apart(backend: str, built: Built, launch: _Launch) -> Kernel:
     flop = {name: (more.get(name, 0.0) - less.get(name, 0.0)) / (longest["flop"] - shorter["flop"]) for name in names}
     group = {name: max(0.0, more.get(name, 0.0) - flop[name] * longest["flop"]) for name in names}
     return Kernel(backend, built, group, flop, filled)
+
+
+def _two_windows(launch: _Launch, most: int) -> tuple[Amounts, Amounts, Amounts] | None:
+    """What one workgroup does without keys, with some, and with more in a window of ``most``; None if it has no more."""
+
+    def work(group: tuple[int, int, int]) -> tuple[float, float]:
+        amounts = _amounts(launch.simulate([group], most))
+        return amounts["flop"], _stored(amounts)
+
+    # A workgroup that has keys in the longest window, and all of its rows: the last one may lack some.
+    busy = max(launch.spread(9), key=work)
+    longest = _amounts(launch.simulate([busy], most))
+    # A window that ends among its keys, wherever they are.
+    low, high = 0, most
+    while high - low > 1:
+        length = (low + high) // 2
+        shorter = _amounts(launch.simulate([busy], length))
+        if 0 < shorter["flop"] < longest["flop"]:
+            return _amounts(launch.simulate([busy], 0)), shorter, longest
+        low, high = (length, high) if shorter["flop"] == 0 else (low, length)
+    return None
 
 
 def _stored(amounts: Amounts) -> float:
