@@ -18,6 +18,7 @@ def _isolated(monkeypatch):
 
     for variable in envs.KNOWN:
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest's workers have one
     common.forget_plans()
     arch._cuda_arch.cache_clear()
     yield

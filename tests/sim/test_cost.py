@@ -64,7 +64,7 @@ def test_chosen_shapes_beside_what_was_published(cost):
     assert float(published[8].removesuffix(" of it")) == pytest.approx(float(published[4]) / 35.2, abs=0.01)
     other = row(text, "64", "512", "causal")
     assert other[6:9] == ["-", "-", "-"]
-    assert "fp8_mqa_logits_H32_D128_mfma32x32x64_stream_r4_w4_k2_max_clean_hip" in text
+    assert "fp8_mqa_logits_H32_D128_mfma32x32x64_lds_r4_w4_lds2x64_max_clean_hip" in text
 
 
 def test_heads_for_which_nothing_was_published():

@@ -30,7 +30,7 @@ def test_verify(arch):
         "--heads", "32", "--head-dim", "64", "--window", "misaligned", "--window", "cp", "--seed", "5",
         TRITON_INTERPRET="1",
     )  # fmt: skip
-    numbers = re.search(r"triton-portable\s+│\s+(\d+)\s+│\s+(\d+)\s+│\s+0\s+│", text)
+    numbers = re.search(r"triton-portable\s+(\d+)\s+(\d+)\s+0\s", text)
     assert numbers is not None, text
     assert int(numbers[1]) == int(numbers[2]) >= 6
 

@@ -218,7 +218,7 @@ def _take_apart(backend: str, built: Built, launch: _Launch) -> Kernel:
 
 
 def _two_windows(launch: _Launch, most: int) -> tuple[Amounts, Amounts, Amounts] | None:
-    """What one workgroup does without keys, with some, and with more in a window of ``most``; None if it has no more."""
+    """What one workgroup does without keys, with some, and with more in a window of ``most``; None: it has no more."""
 
     def work(group: tuple[int, int, int]) -> tuple[float, float]:
         amounts = _amounts(launch.simulate([group], most))
