@@ -2,9 +2,6 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# PyTorch's wheel for Linux brings gigabytes of CUDA; without an NVIDIA GPU its CPU wheel does. `make TORCH_INDEX=` takes
-# what pip is set to. An index that cannot be reached is a warning of pip's, and the other one serves.
-TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 CXX_FILES = $(wildcard $(addprefix src/lightning_indexer/backends/*/*.,cuh hip h))
 
 .PHONY: demo check test test-engines test-gpu verify-amd lint format docs dist install clean
@@ -27,8 +24,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml packages/cdna-sim/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  $(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) --no-deps torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./packages/cdna-sim -e '.[dev]'
 	@touch $@
 
