@@ -113,7 +113,17 @@ def install_vllm_seams(monkeypatch, platform: str = "cuda") -> SimpleNamespace:
         return scope[name]
 
     ops = "logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, num_rows, stride0, stride1, topk_tokens"
-    engine.custom_ops = module(monkeypatch, VLLM_CUSTOM_OPS, top_k_per_row_prefill=raises("top_k_per_row_prefill", ops))
+    engine.custom_ops = module(
+        monkeypatch,
+        VLLM_CUSTOM_OPS,
+        top_k_per_row_prefill=raises("top_k_per_row_prefill", ops),
+        indexer_k_quant_and_cache=raises(
+            "indexer_k_quant_and_cache", "k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype"
+        ),
+        cp_gather_indexer_k_quant_cache=raises(
+            "cp_gather_indexer_k_quant_cache", "kv_cache, dst_k, dst_scale, block_table, cu_seq_lens"
+        ),
+    )
     paged = raises(
         "fp8_fp4_paged_mqa_logits",
         "q, kv_cache, weights, context_lens, block_tables, schedule_metadata, max_model_len, indices=None",

@@ -10,7 +10,7 @@ import torch
 
 import standins
 from helpers import CPU, assert_matches, expected_for, same_bits
-from lightning_indexer import fp8_mqa_logits, fp8_paged_mqa_logits, top_k_per_row
+from lightning_indexer import fp8_mqa_logits, fp8_paged_mqa_logits, quantize_k, top_k_per_row
 from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.integrations import vllm, vllm_seams, window_selection
 from lightning_indexer.integrations.notes import Notes
@@ -150,7 +150,7 @@ def test_seams_by_name(engine, inputs, windows, monkeypatch, seams, fused):
 
 
 def test_unknown_seams(engine, monkeypatch):
-    with pytest.raises(ValueError, match="seams: got decoding, expected some of prefill, prefill-topk, decode"):
+    with pytest.raises(ValueError, match="seams: got decoding, expected some of cache, prefill, prefill-topk, decode"):
         vllm.install("cuda", ("prefill", "decoding"))
     with pytest.raises(ValueError, match="seams: got none"):
         vllm.install("cuda", ())
@@ -225,6 +225,32 @@ def test_decode_that_goes_to_vllm(engine, caplog):
         engine.layer.get_indexer_topk("auto")(torch.zeros(6, 64), lengths, 2, None, 5000, 64)
     assert "its own selection for decode, persistent" in caplog.text
     assert "the cache is torch.uint8 of 34 a key, with D=32" in caplog.text
+
+
+# The cache
+
+
+def test_insertion_and_gather(engine, caplog):
+    """What is gathered is what was inserted, quantised; and what the plugin leaves to vLLM."""
+    k = torch.randn(70, HEAD_DIM).bfloat16()
+    pages, keys = torch.zeros(4, 64, HEAD_DIM + 4, dtype=torch.uint8), torch.zeros(70, HEAD_DIM).to(torch.float8_e4m3fn)
+    scales, table = torch.zeros(70, 4, dtype=torch.uint8), torch.tensor([[2, 0]], dtype=torch.int32)
+    slots = torch.cat((torch.arange(128, 192), torch.arange(6)))
+    with caplog.at_level(logging.INFO, LOGGER):
+        vllm.install("cuda", ("cache",))
+        engine.custom_ops.indexer_k_quant_and_cache(k, pages, slots, HEAD_DIM, "fp32")
+        lengths = torch.tensor([0, 70], dtype=torch.int32)
+        engine.custom_ops.cp_gather_indexer_k_quant_cache(pages, keys, scales, table, lengths)
+    expected, scale = quantize_k(k)
+    assert torch.equal(keys.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales.view(torch.float32)[:, 0], scale)
+    assert [line.split("first call of ")[1].split(":")[0] for line in messages(caplog)] == [
+        "cache, insertion", "cache, gather"
+    ]  # fmt: skip
+    with pytest.raises(OriginalError):
+        engine.custom_ops.indexer_k_quant_and_cache(k, pages, slots, HEAD_DIM, "mxfp8")
+    with pytest.raises(OriginalError):
+        engine.custom_ops.cp_gather_indexer_k_quant_cache(pages, keys.view(torch.uint8), scales, table, lengths)
 
 
 # The planner

@@ -222,6 +222,7 @@ def test_every_seam_of_cuda_is_replaced_and_restored(layer, planner):
     names = plugin.install("cuda")
     assert {name.rsplit(".", 1)[1] for name in names} == {
         "fp8_fp4_mqa_logits", "_select_candidate_blocks", "_apply_candidate_mask", "_merge_dcp_topk_global",
+        "indexer_k_quant_and_cache", "cp_gather_indexer_k_quant_cache",
         "top_k_per_row_prefill", "fp8_fp4_paged_mqa_logits", "get_indexer_topk", "_split_indexer_prefill_chunks",
     }  # fmt: skip
     assert f"{vllm_seams.LAYER}.get_indexer_topk" in names

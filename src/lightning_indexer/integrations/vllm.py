@@ -1,5 +1,6 @@
 """vLLM's indexer through this library, as at vLLM 0.33.0: :data:`SEAMS`, each of which can be left out.
 
+- ``cache``: on CUDA, insertion into the paged cache and the gather out of it.
 - ``prefill``: scoring of a prefill chunk. ROCm: ``rocm_fp8_mqa_logits``; [M, N] logits, not cleaned, as vLLM asks of
   AITER. CUDA: ``vllm.utils.deep_gemm.fp8_fp4_mqa_logits``, which the layers import; compressed logits.
 - ``prefill-topk``: its selection. CUDA: ``vllm._custom_ops.top_k_per_row_prefill``, fused with scoring where both are
@@ -32,7 +33,7 @@ from lightning_indexer.integrations.patching import Integration, IntegrationErro
 
 Platform = Literal["rocm", "cuda"]
 PLATFORMS: tuple[Platform, ...] = ("rocm", "cuda")
-SEAMS = ("prefill", "prefill-topk", "decode", "decode-topk", "planner")
+SEAMS = ("cache", "prefill", "prefill-topk", "decode", "decode-topk", "planner")
 
 # A child of vLLM's logger: vLLM configures that one, and no other.
 _LOGGER = logging.getLogger("vllm.plugins.lightning_indexer")

@@ -18,7 +18,7 @@ import torch
 import lightning_indexer
 from lightning_indexer import envs
 from lightning_indexer.fp8 import FP8_DTYPES
-from lightning_indexer.integrations import aiter, deep_gemm, top_k
+from lightning_indexer.integrations import aiter, cache, deep_gemm, top_k
 from lightning_indexer.integrations.notes import Notes
 from lightning_indexer.integrations.patching import Function, Seam
 from lightning_indexer.integrations.window_selection import select_in_windows
@@ -118,6 +118,20 @@ def _cuda(notes: Notes, state: State) -> dict[str, tuple[Seam, ...]]:
             reader("_apply_candidate_mask"),
             reader("_merge_dcp_topk_global", make=_merging),
         ),
+        "cache": (
+            Seam(
+                (CUSTOM_OPS,),
+                "indexer_k_quant_and_cache",
+                ("k", "kv_cache", "slot_mapping", "quant_block_size", "kv_cache_dtype"),
+                make(_insert),
+            ),
+            Seam(
+                (CUSTOM_OPS,),
+                "cp_gather_indexer_k_quant_cache",
+                ("kv_cache", "dst_k", "dst_scale", "block_table", "cu_seq_lens"),
+                make(_gather),
+            ),
+        ),
         "prefill": (Seam((DEEP_GEMM, LAYER), "fp8_fp4_mqa_logits", scoring, make(_prefill, state=state, defer=False)),),
         "prefill-topk": (Seam((CUSTOM_OPS,), "top_k_per_row_prefill", selecting, make(_prefill_top_k)),),
         "decode": (Seam((DEEP_GEMM, LAYER), "fp8_fp4_paged_mqa_logits", paged, make(_decode)),),
@@ -138,6 +152,45 @@ def _cuda(notes: Notes, state: State) -> dict[str, tuple[Seam, ...]]:
             ),
         ),
     }
+
+
+def _insert(original: Function, *, notes: Notes) -> Function:
+    def indexer_k_quant_and_cache(
+        k: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        quant_block_size: int,
+        kv_cache_dtype: str,
+    ) -> None:
+        width = kv_cache.shape[-1]
+        if kv_cache_dtype not in ("ue8m0", "", "fp32") or quant_block_size != k.shape[-1] or width != k.shape[-1] + 4:
+            notes.passed_on(
+                f"a cache of {width} bytes a key, format {kv_cache_dtype!r}, {quant_block_size} channels a scale"
+            )
+            original(k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype)
+            return
+        cache.indexer_k_quant_and_cache(k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype)
+        notes.took("cache, insertion", f"k {list(k.shape)}, page {kv_cache.shape[1]}")
+
+    return indexer_k_quant_and_cache
+
+
+def _gather(original: Function, *, notes: Notes) -> Function:
+    def cp_gather_indexer_k_quant_cache(
+        kv_cache: torch.Tensor,
+        dst_k: torch.Tensor,
+        dst_scale: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seq_lens: torch.Tensor,
+    ) -> None:
+        if dst_k.dtype not in FP8_DTYPES or kv_cache.shape[-1] != dst_k.shape[-1] + 4:
+            notes.passed_on(f"a gather of {dst_k.dtype}, {kv_cache.shape[-1]} bytes a key")
+            original(kv_cache, dst_k, dst_scale, block_table, cu_seq_lens)
+            return
+        cache.cp_gather_indexer_k_quant_cache(kv_cache, dst_k, dst_scale, block_table, cu_seq_lens)
+        notes.took("cache, gather", f"k {list(dst_k.shape)}, page {kv_cache.shape[1]}")
+
+    return cp_gather_indexer_k_quant_cache
 
 
 def _prefill(original: Function, *, notes: Notes, state: State, defer: bool) -> Function:
