@@ -5,21 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_indexer.backends.triton_portable.quantize_kernel import encode_e4m3
-
-
-@triton.jit
-def decode_e2m1(code):
-    """float32 of codes: their bits are a float16's, 2^14 times too small."""
-    bits = ((code & 7) << 9) | ((code & 8) << 12)
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-
-
-@triton.jit
-def relative_scale(down, SHIFT: tl.constexpr):
-    """float32 2^(down + SHIFT): of a block of a key that is converted to e4m3, that far from the key's largest."""
-    power = tl.minimum(tl.maximum(down + SHIFT, -126), SHIFT)
-    return ((power + 127) << 23).to(tl.float32, bitcast=True)
+from lightning_indexer.backends.triton_portable.quantize_kernel import (
+    decode_e2m1,
+    encode_e4m3,
+    relative_scale,
+)
 
 
 @triton.jit
@@ -51,7 +41,7 @@ def e4m3_of_e2m1(x, down, lowest, SHIFT: tl.constexpr, TO: tl.constexpr):
         sign = (x << 4) & ((some << 7) if FNUZ else ((x & 0x08080808) << 4))
         codes = (((size + normal - some) << 2) + some * ((down + 12) << 3)) | sign
     else:
-        unit = relative_scale(down, SHIFT)
+        unit = relative_scale(down, 0, SHIFT)
         codes = tl.zeros_like(x)
         for i in tl.static_range(4):
             value = decode_e2m1((x >> (8 * i)) & 0xF) * unit
