@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -99,6 +102,37 @@ def test_a_report_of_what_is_right_succeeds(parts):
     assert (result.exit_code, json.loads(result.stdout)["format"]) == (0, report.FORMAT)
 
 
+def test_parts_stop_where_interrupts_are_ignored(parts):
+    """A script's `report &` ignores Ctrl-C, and so would what it starts."""
+    parts.append(Part("bench z", ("bench", "slow"), 1.0))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        result = run("--minutes", "0.05", "--json")
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.exit_code == 0
+    [part] = json.loads(result.stdout)["parts"]
+    assert (part["status"], part["document"]) == ("stopped, its time was up", TIMED)
+
+
+def test_no_part_is_begun_without_time(parts, monkeypatch):
+    parts += [Part(f"bench {name}", ("bench",), 1.0) for name in "xyz"]
+    clock = iter((0.0, 1.0, 10.5, 11.6))
+    monkeypatch.setattr(report.time, "monotonic", lambda: next(clock))
+    given = []
+    monkeypatch.setattr(
+        report,
+        "_one",
+        lambda part, seconds: given.append(seconds) or report.Done(part.title, "", "passed", 1, TIMED, ""),
+    )
+    monkeypatch.setattr(report.common, "progress", lambda: contextlib.nullcontext(mock.MagicMock()))
+    done, stopped = report._run(parts, 12.0)
+    assert [each.status for each in done] == ["passed", "passed", "not run, no time was left"]
+    assert given == [11 / 3, 1.0], "a share, and the least that a part gets while there is time"
+    assert not stopped
+
+
 def test_a_report_that_is_stopped_has_its_parts(parts, tmp_path, monkeypatch):
     parts += [Part("info", ("info",), 1.0), Part("bench y", ("bench",), 1.0)]
     real = report._one
@@ -126,8 +160,9 @@ def test_parts_are_every_backend_and_operation(tmp_path):
     for operation in ("fp8_mqa_logits", "fp8_paged_mqa_logits", "top_k_per_row"):
         assert f"verify {operation} torch-blocked" in titles
         assert f"bench {operation}" in titles
+    assert titles.index("bench top_k_per_row") < titles.index("verify insert_k_cache torch-blocked")
     simulated = [part.title for part in report._simulated(Arch.parse("gfx950"))]
-    assert "verify fp8_mqa_logits triton-portable" in simulated
+    assert "verify fp8_mqa_logits" in simulated
     assert not any(title.startswith("bench") for title in simulated), "the simulator has no clock"
 
 
@@ -159,6 +194,12 @@ DOCUMENTS = {
          "floor_us": 4.0}]},
     "decode": {"environment": FACTS, "ceilings": {"copy_gbs": 4000.0}, "rows": [
         {"batch": 4, "next_n": 1, "context": 8, "heads": 32, "contender": "ours", "median_us": 5.0, "gbs": 3000.0}]},
+    "one-call": {"environment": FACTS, "rows": [
+        {"rows": 4, "keys": 8, "heads": 32, "k": 2, "window": "causal", "contender": name, "alone_us": 4.0,
+         "median_us": us, "extra_bytes": None} for name, us in (("ours", 5.0), ("two calls, ours", 6.0))]},
+    "one-call memory": {"environment": FACTS, "rows": [
+        {"rows": 4, "keys": keys, "heads": 32, "k": 2, "window": "causal", "contender": "ours", "alone_us": 4.0,
+         "median_us": 5.0, "extra_bytes": 2**20} for keys in (8, 16)]},
     "model": {"kind": "model", "launches": [
         {"device": "MI355X", "heads": 32, "rows": 4, "keys": 8, "window": "causal", "backend": "ours",
          "in_order_us": 5.0, "published": {"Triton": 6.0}, "published_unit": "us", "same_kind": "Triton"}]},
@@ -167,10 +208,10 @@ DOCUMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", DOCUMENTS)
-def test_what_a_document_gives(kind):
-    assert kind in pictures.kinds(DOCUMENTS[kind])
-    assert set(pictures.kinds(DOCUMENTS[kind])) <= {kind, "scores"}
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_what_a_document_gives(name):
+    wanted = {"memory": ["scores", "memory"], "one-call memory": ["one-call", "memory"]}
+    assert pictures.kinds(DOCUMENTS[name]) == wanted.get(name, [name])
 
 
 @pytest.mark.slow
@@ -185,15 +226,17 @@ def test_every_kind_is_drawn_and_says_where_it_is_from(tmp_path):
         cli.app, ["plot", *map(str, paths), "--output", str(folder), "--format", "svg", "--json"]
     )
     assert result.exit_code == 0, result.output
-    for kind, path in zip(DOCUMENTS, paths, strict=True):
-        picture = folder / f"{path.stem}-{kind}.svg"
-        assert str(picture) in json.loads(result.stdout)["wrote"][str(path)]
-        comments = " ".join(re.findall(r"<!-- (.*?) -->", picture.read_text()))
-        if kind != "model":
-            assert "a device · torch 2.13 · commit 0badcafe · date 2026-01-02" in comments
-        assert path.name in comments
-    bars = " ".join(re.findall(r"<!-- (.*?) -->", (folder / "scores-scores.svg").read_text()))
-    assert bars.count("2.00x") == 4
+    said = {}
+    for document, path in zip(DOCUMENTS.values(), paths, strict=True):
+        for kind in pictures.kinds(document):
+            picture = folder / f"{path.stem}-{kind}.svg"
+            assert str(picture) in json.loads(result.stdout)["wrote"][str(path)]
+            said[picture.stem] = " ".join(re.findall(r"<!-- (.*?) -->", picture.read_text()))
+            if "environment" in document:
+                assert "a device · torch 2.13 · commit 0badcafe · date 2026-01-02" in said[picture.stem]
+            assert path.name in said[picture.stem]
+    assert said["scores-scores"].count("2.00x") == 4
+    assert "1.50x" in said["one-call-one-call"]
 
 
 def test_the_parts_of_a_report_are_drawn_one_by_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import platform
 import subprocess
@@ -16,7 +17,7 @@ _PACKAGES = ("torch", "triton", "numpy", "vllm", "deep_gemm", "amd-aiter")
 
 
 def record(device: torch.device) -> dict[str, str]:
-    """Hardware, versions and commit, in the order in which reports print them."""
+    """Hardware, versions, commit and the day, in the order in which reports print them."""
     facts = {"device": device_name(device), "arch": arch_of(device).name, "lightning-indexer": __version__}
     facts.update({name: version for name in _PACKAGES if (version := package_version(name)) is not None})
     if torch.version.cuda and device.type == "cuda":
@@ -25,7 +26,13 @@ def record(device: torch.device) -> dict[str, str]:
         facts["rocm"] = torch.version.hip
     facts["python"] = platform.python_version()
     facts["commit"] = commit() or "unknown"
+    facts["date"] = today()
     return facts
+
+
+def today() -> str:
+    """The day in UTC, like 2026-01-31."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 def package_version(name: str) -> str | None:

@@ -1,21 +1,22 @@
 """``lightning-indexer bench --operation fp8_mqa_topk``: one call beside two, and beside peers that score and select.
 
 Ours have to be what the two calls select, peers, whose scores and ties are their own, nearly so. The floor of each case
-is the fastest scoring of our backends in the same run, without selection.
+is the fastest scoring of our backends in the same run, without selection. Calls are timed into tensors that are there;
+the memory is that of calls that allocate what they return, the logits between two calls too.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lightning_indexer.arch import arch_of
 from lightning_indexer.bench import peers, top_k_peers
-from lightning_indexer.bench.timing import measure
+from lightning_indexer.bench.timing import extra_bytes, measure
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.calls.mqa_topk import fp8_mqa_topk
 from lightning_indexer.calls.top_k import top_k_per_row
@@ -102,13 +103,15 @@ def run(
         floor = min((measure(operands.scoring(name), device, plan.budget_ms).median for name in running), default=None)
         expected = operands.two_calls(running[0])() if running else None
         for name, reason in able.items():
-            for label, call in ((name, operands.one_call(name)), (TWO + name, operands.two_calls(name))):
+            for label, make in ((name, operands.one_call), (TWO + name, operands.two_calls)):
                 if reason is not None:
                     yield Row(case, label, floor, note=reason)
                     continue
+                call = make(name)
                 wanted = operands.two_calls(name)().clone()
                 fault = None if torch.equal(call(), wanted) else "not what two calls select"
-                yield _timed(case, label, call, floor, fault, plan, device)
+                row = _timed(case, label, call, floor, fault, plan, device)
+                yield replace(row, extra_bytes=extra_bytes(make(name, allocate=True), device)) if row.median else row
         for peer in ordered if scoring is not None else ():
             assert scoring is not None
             yield _peer_row(case, operands, scoring, peer, expected, floor, plan, device)
@@ -136,29 +139,26 @@ class _Operands:
         self.logits = allocate(case.problem.scoring, device)
         self.out = torch.empty((case.rows, case.k), dtype=torch.int32, device=device)
 
-    def scoring(self, backend: str) -> Callable[[], torch.Tensor]:
+    def scoring(self, backend: str, *, allocate: bool = False) -> Callable[[], torch.Tensor]:
         return functools.partial(
             fp8_mqa_logits, self.inputs.q_fp8, self.kv, self.inputs.weights, self.ks, self.ke, clean_logits=False,
-            out=self.logits, backend=backend,
+            out=None if allocate else self.logits, backend=backend,
         )  # fmt: skip
 
-    def one_call(self, backend: str) -> Callable[[], Any]:
+    def one_call(self, backend: str, *, allocate: bool = False) -> Callable[[], Any]:
         return functools.partial(
-            fp8_mqa_topk, self.inputs.q_fp8, self.kv, self.inputs.weights, self.ks, self.ke, self.case.k, out=self.out,
-            backend=backend,
+            fp8_mqa_topk, self.inputs.q_fp8, self.kv, self.inputs.weights, self.ks, self.ke, self.case.k,
+            out=None if allocate else self.out, backend=backend,
         )  # fmt: skip
 
-    def two_calls(self, backend: str) -> Callable[[], Any]:
+    def two_calls(self, backend: str, *, allocate: bool = False) -> Callable[[], Any]:
         """The library's own choice selects, where the backend has no kernel for it."""
-        score = self.scoring(backend)
+        score = self.scoring(backend, allocate=allocate)
         selects = backend if backend in registry.kernels("top_k_per_row") else None
-        select = functools.partial(
-            top_k_per_row, self.logits, self.case.k, self.ks, self.ke, out=self.out, backend=selects
-        )
+        out = None if allocate else self.out
 
         def call() -> Any:
-            score()
-            return select()
+            return top_k_per_row(score(), self.case.k, self.ks, self.ke, out=out, backend=selects)
 
         return call
 

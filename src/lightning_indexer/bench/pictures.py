@@ -62,6 +62,8 @@ def kinds(document: Document) -> list[str]:
         found.append("selection")
     if "next_n" in first:
         found.append("decode")
+    if "alone_us" in first:
+        found.append("one-call")
     if any(row.get("extra_bytes") for row in rows) and len({_context(row) for row in rows}) > 1:
         found.append("memory")
     if document.get("kind") == "model":
@@ -149,6 +151,28 @@ def _decode(document: Document) -> Any:
     return figure
 
 
+def _one_call(document: Document) -> Any:
+    """Times of one call and of two, of ours and of peers, over that of ours without selection."""
+    rows = [row for row in document["rows"] if row.get("median_us")]
+    cases = list(dict.fromkeys(_case(row) for row in rows))
+    times = {(_case(row), row["contender"]): row["median_us"] for row in rows}
+    alone = {_case(row): row["alone_us"] for row in rows if row["alone_us"]}
+    labels = [f"{case}  {alone[case]:.0f} us" if case in alone else case for case in cases]
+    over = {
+        name: [
+            times[case, name] / alone[case] if (case, name) in times and case in alone else None for case in cases
+        ]
+        for name in _contenders(rows)
+    }  # fmt: skip
+    figure = _figure(9, 1.2 + 0.19 * len(cases) * len(over))
+    axes = figure.subplots()
+    _bars(axes, labels, over, "{:.2f}x")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set(xlabel="time over that of our fastest scores alone, beside each shape: shorter is faster")
+    figure.suptitle("Scores and selection, in one call and in two")
+    return figure
+
+
 def _memory(document: Document) -> Any:
     """The most that a call of each contender holds, over the context."""
     rows = [row for row in document["rows"] if row.get("median_us") and row.get("extra_bytes")]
@@ -232,6 +256,7 @@ _KINDS: dict[str, Callable[[Document], Any]] = {
     "scores": _scores,
     "selection": _selection,
     "decode": _decode,
+    "one-call": _one_call,
     "memory": _memory,
     "model": _model,
     "phases": _phases,
@@ -265,7 +290,7 @@ def _contenders(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _context(row: Mapping[str, Any]) -> int:
-    return int(row.get("s_k") or row.get("width") or row.get("context") or 0)
+    return int(row.get("s_k") or row.get("width") or row.get("context") or row.get("keys") or 0)
 
 
 def _case(row: Mapping[str, Any]) -> str:
@@ -274,6 +299,8 @@ def _case(row: Mapping[str, Any]) -> str:
     if "width" in row:
         more = "" if row["k"] == 2048 else f" k={row['k']}"
         return f"{row['rows']} x {row['width']} {row['window']}{more}{' ties' if row.get('ties') else ''}"
+    if "alone_us" in row:
+        return f"({row['rows']}, {row['keys']}) {row['window']} H={row['heads']}"
     return f"B={row['batch']} next_n={row['next_n']} {row['context']} H={row['heads']}"
 
 

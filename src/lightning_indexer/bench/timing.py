@@ -41,7 +41,7 @@ class Ceilings:
 def measure(call: Callable[[], object], device: torch.device, budget_ms: float = 100.0) -> Timing:
     """Times ``call`` until about ``budget_ms`` are spent; on a GPU with the L2 cache flushed before each run."""
     call()
-    extra = _extra_bytes(call, device)
+    extra = extra_bytes(call, device)
     cpu = None
     if device.type == "cuda":
         from triton.testing import do_bench
@@ -84,7 +84,7 @@ def _host_overhead(call: Callable[[], object], budget: float) -> float:
     return statistics.median(times)
 
 
-def _extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+def extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """Peak memory of one call above what was held before it, its result included; None where it cannot be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -189,8 +189,6 @@ def cost(
 
 def _versions(target: Arch) -> dict[str, str]:
     """What the counts depend on; the machine that simulates is not among it."""
-    import datetime
-
     from lightning_indexer.bench import environment
 
     found = {name: environment.package_version(name) for name in ("triton", "flydsl", "ziglang")}
@@ -198,7 +196,7 @@ def _versions(target: Arch) -> dict[str, str]:
         "device": f"a model of {target.name}, simulated counts",
         **{name: version for name, version in found.items() if version is not None},
         "commit": environment.commit() or "unknown",
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": environment.today(),
     }
 
 

@@ -1,13 +1,15 @@
 """``lightning-indexer report``: everything that this project wants to know of a machine, in one file.
 
 Each part is a command of this command line in a process of its own: a kernel that crashes or hangs costs its own part,
-not the others. A part whose time is up is interrupted, and gives what it has until then.
+not the others. A part whose time is up is interrupted, and gives what it has until then; what it leaves of its share
+goes to those behind it.
 """
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import json
+import os
 import platform
 import shlex
 import signal
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,8 +32,9 @@ from lightning_indexer.cli.common import DeviceOption, JsonOption, err
 
 FORMAT = 1
 # What a part may take beyond its time: to end its running case, and to write what it has.
-GRACE = 60.0
-LEAST = 45.0
+GRACE = 30.0
+# The least that a part gets, seconds: PyTorch is imported and a kernel compiled. Without half of it, it is not begun.
+LEAST = 20.0
 # Of the sweep, what a CPU does in a minute.
 CPU_SHAPES = {
     "fp8_mqa_logits": ("--shape", "256x4096", "--heads", "32"),
@@ -40,6 +43,7 @@ CPU_SHAPES = {
     "fp8_mqa_topk": ("--shape", "64x4096", "--heads", "32"),
 }
 STATUSES = {0: "passed", 1: "failed", 130: "stopped, its time was up"}
+NOT_RUN = "not run, no time was left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,9 @@ class Part:
     weight: float
 
     @property
-    def command(self) -> str:
-        return shlex.join(["lightning-indexer", *self.arguments])
+    def shown(self) -> str:
+        """The command, without the folder of this machine that its results go to."""
+        return shlex.join(["lightning-indexer", *self.arguments]).split(" --results ")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +94,9 @@ def report(
         raise typer.BadParameter("the simulator takes no --device", param_hint="--arch")
     where = torch.device("cpu") if arch is not None else common.device(device)
     target = common.simulated_arch(arch) if arch is not None else arch_of(where)
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    path = output or Path(f"lightning-indexer-{target.name}-{today}.md")
+    facts = _facts(where, target, simulated=arch is not None)
+    path = output or Path(f"lightning-indexer-{target.name}-{facts['date']}.md")
     common.writable_file("--output", path)
-    facts = _facts(where, target, today, simulated=arch is not None)
     with tempfile.TemporaryDirectory(prefix="lightning-indexer-report-") as folder:
         parts = _simulated(target) if arch is not None else _on_device(where, Path(folder))
         done, stopped = _run(parts, 60 * minutes)
@@ -108,7 +112,7 @@ def report(
     err.print(f"wrote {path}: please attach it to an issue", markup=False, highlight=False, soft_wrap=True)
     if stopped:
         raise typer.Exit(130)
-    if any(each.status not in (STATUSES[0], STATUSES[130]) for each in done):
+    if any(each.status not in (STATUSES[0], STATUSES[130], NOT_RUN) for each in done):
         raise typer.Exit(1)
 
 
@@ -153,7 +157,7 @@ def _result(each: Done) -> str:
     return ""
 
 
-def _facts(where: torch.device, arch: Arch, today: str, *, simulated: bool) -> dict[str, str]:
+def _facts(where: torch.device, arch: Arch, *, simulated: bool) -> dict[str, str]:
     from lightning_indexer.bench import environment
 
     facts = environment.record(where)
@@ -164,19 +168,21 @@ def _facts(where: torch.device, arch: Arch, today: str, *, simulated: bool) -> d
         facts["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
         facts["multiprocessors"] = str(properties.multi_processor_count)
         facts["devices"] = str(torch.cuda.device_count())
-    return {**facts, "system": f"{platform.system()} {platform.machine()}", "date": today}
+    return {**facts, "system": f"{platform.system()} {platform.machine()}"}
 
 
 def _on_device(where: torch.device, folder: Path) -> list[Part]:
     from lightning_indexer.check import verify
 
     parts = [Part("info", ("info",), 0.2)]
-    for operation in verify.operations():
+    # What is timed too comes first: where time runs out, the small kernels are left.
+    for operation in dict.fromkeys((*bench.OPTIONS, *verify.operations())):
         suite = verify.suite(operation)
         for name in verify.backends_of(suite, suite.cases(full=False), arch_of(where)):
             named = ("--operation", operation, "--backend", name, "--device", str(where))
             parts.append(Part(f"verify {operation} {name}", ("verify", *named), 1.0))
-    for operation in bench.OPTIONS:
+        if operation not in bench.OPTIONS:
+            continue
         chosen: tuple[str, ...] = ("--operation", operation, "--device", str(where), "--budget-ms", "25")
         if "--form" in bench.OPTIONS[operation]:
             chosen += ("--form", "clean,compressed")
@@ -191,10 +197,9 @@ def _simulated(arch: Arch) -> list[Part]:
 
     parts = [Part("info", ("info",), 0.2), Part("resources", ("resources", "--arch", arch.name), 1.0)]
     for operation in verify.operations():
-        for name in common.installed(common.compiled_kernels(None, arch, operation), None, []):
-            chosen = ("--arch", arch.name, "--operation", operation, "--backend", name)
-            # By name, a backend's sweep is the thorough one: a part of it is enough here.
-            parts.append(Part(f"verify {operation} {name}", ("verify", *chosen), 2.0))
+        if common.installed(common.compiled_kernels(None, arch, operation), None, []):
+            chosen = ("--arch", arch.name, "--operation", operation)
+            parts.append(Part(f"verify {operation}", ("verify", *chosen), 2.0))
     return parts
 
 
@@ -206,9 +211,13 @@ def _run(parts: Sequence[Part], seconds: float) -> tuple[list[Done], bool]:
         task = progress.add_task("report", total=len(parts))
         for number, part in enumerate(parts):
             progress.update(task, description=part.title)
-            share = part.weight / sum(each.weight for each in parts[number:])
+            left = deadline - time.monotonic()
+            share = left * part.weight / sum(each.weight for each in parts[number:])
+            if left < LEAST / 2:
+                done.append(Done(part.title, part.shown, NOT_RUN, 0.0, None, ""))
+                continue
             try:
-                done.append(_one(part, max(LEAST, (deadline - time.monotonic()) * share)))
+                done.append(_one(part, min(left, max(LEAST, share))))
             except KeyboardInterrupt:
                 return done, True
             progress.update(task, advance=1)
@@ -219,13 +228,14 @@ def _one(part: Part, seconds: float) -> Done:
     begun = time.monotonic()
     command = [sys.executable, "-m", "lightning_indexer", *part.arguments, "--json"]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=errors, text=True, env=envs.for_process(), start_new_session=True
-        )  # fmt: skip
+        with _interruptible():
+            process = subprocess.Popen(
+                command, stdout=out, stderr=errors, text=True, env=envs.for_process(), start_new_session=True
+            )
         try:
             status = _wait(process, seconds)
         finally:
-            process.kill()
+            _signal(process, signal.SIGKILL)
             process.wait()
         texts = []
         for file in (out, errors):
@@ -239,22 +249,39 @@ def _one(part: Part, seconds: float) -> Done:
     if document is None and status != 0:
         word = f"crashed, exit status {status}" if status != 130 else "stopped before its first result"
     error = "" if status in (0, 130) and document is not None else "\n".join(texts[1].strip().splitlines()[-15:])
+    seconds = time.monotonic() - begun
     # Folders of this machine are nobody's business.
-    command_line = part.command.split(" --results ")[0]
-    return Done(
-        part.title, command_line, word, time.monotonic() - begun, document, error.replace(str(Path.home()), "~")
-    )
+    return Done(part.title, part.shown, word, seconds, document, error.replace(str(Path.home()), "~"))
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A process that starts in here can be interrupted, even where this one ignores that: `report &` of a script."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if before == signal.SIG_IGN:
+            signal.signal(signal.SIGINT, before)
 
 
 def _wait(process: subprocess.Popen[str], seconds: float) -> int:
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
+        _signal(process, signal.SIGINT)
     try:
         return process.wait(GRACE)
     except subprocess.TimeoutExpired:
         return -signal.SIGKILL
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """To a part and the processes that it started, as a terminal does."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _reports(folder: Path) -> list[str]:
