@@ -124,7 +124,7 @@ def test_no_part_is_begun_without_time(parts, monkeypatch):
     monkeypatch.setattr(
         report,
         "_one",
-        lambda part, seconds: given.append(seconds) or report.Done(part.title, "", "passed", 1, TIMED, ""),
+        lambda part, seconds: given.append(seconds) or report.Done("", "", "passed", 1, TIMED, ""),
     )
     monkeypatch.setattr(report.common, "progress", lambda: contextlib.nullcontext(mock.MagicMock()))
     done, stopped = report._run(parts, 12.0)
