@@ -59,6 +59,13 @@ def test_the_run_and_its_table(tiny):
             assert sum(found.counts[side]) == 5
             assert 0.0 < found.milliseconds(side, "scoring") < found.milliseconds(side, *INDEXER)
             assert found.milliseconds(side, *INDEXER) < found.milliseconds(side)
+    found = decode.records([*results, decode.Decoded(CONTEXT, 9, 5, left_out="no room")])
+    assert [(row["batch"], row.get("side")) for row in found] == [(b, s) for b in (1, BATCH) for s in "AB"] + [
+        (9, None)
+    ]
+    assert found[0]["step_ms"] == results[0].milliseconds(0)
+    assert found[1]["phases_ms"]["scoring"] == results[0].milliseconds(1, "scoring")
+    assert found[-1]["left_out"] == "no room"
     text = decode.markdown(PLAN, results)
     assert "A = `policy + torch.topk`, B = `torch-blocked + torch-blocked`" in text
     assert sum(line.startswith(f"| {CONTEXT} ") for line in text.splitlines()) == 4

@@ -84,7 +84,7 @@ def test_each_part_is_recorded_whatever_becomes_of_it(parts, tmp_path):
     assert result.exit_code == 1
     text = (tmp_path / "r.md").read_text()
     assert re.search(r"\| info \| passed \|", text)
-    assert re.search(r"\| verify x \| failed \| \d+ \| 2 of 3 passed, 1 failed, worst calc_diff 4.9e-08 \|", text)
+    assert re.search(r"\| verify x \| failed \| \d+ \| 2 passed, 1 failed, of 3 cases, worst calc_diff 4.9e-08 \|", text)
     assert "- (1, 1): off by 1e-3" in text
     assert re.search(r"\| bench y \| passed \| \d+ \| 1 of 2 measurements: a \|", text)
     assert re.search(r"\| resources \| crashed, exit status -11 \|", text)
@@ -204,7 +204,8 @@ DOCUMENTS = {
         {"device": "MI355X", "heads": 32, "rows": 4, "keys": 8, "window": "causal", "backend": "ours",
          "in_order_us": 5.0, "published": {"Triton": 6.0}, "published_unit": "us", "same_kind": "Triton"}]},
     "phases": {"environment": FACTS, "runs": [
-        {"context": 8, "side": "A", "backend": "x", "selection": "y", "phases_s": {"scoring": [1.0, 3.0, 2.0]}}]},
+        {"context": 8, "side": "A", "backend": "x", "selection": "y", "ttft_s": [3.0, 4.0, 5.0],
+         "phases_s": [{"scoring": 1.0, "ffn": 2.0}, {"scoring": 3.0}, {"scoring": 2.0}]}]},
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,14 @@ def _phases(document: Document) -> Any:
     """Seconds of each phase of a prefill, stacked."""
     rows = document["runs"]
     labels = [f"{row['context']} {row['side']}: {row['backend']} + {row['selection']}" for row in rows]
-    middle = [{name: _middle(seconds) for name, seconds in row["phases_s"].items()} for row in rows]
+    middle = [
+        {
+            name: statistics.median(run.get(name, 0.0) for run in row["phases_s"])
+            for run in row["phases_s"]
+            for name in run
+        }
+        for row in rows
+    ]
     figure = _figure(9, 1.2 + 0.45 * len(rows))
     axes = figure.subplots()
     left = [0.0] * len(rows)
@@ -302,7 +310,3 @@ def _case(row: Mapping[str, Any]) -> str:
     if "alone_us" in row:
         return f"({row['rows']}, {row['keys']}) {row['window']} H={row['heads']}"
     return f"B={row['batch']} next_n={row['next_n']} {row['context']} H={row['heads']}"
-
-
-def _middle(seconds: Any) -> float:
-    return float(sorted(seconds)[len(seconds) // 2]) if isinstance(seconds, list) else float(seconds)

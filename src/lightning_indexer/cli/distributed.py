@@ -68,6 +68,8 @@ def bench(
     chosen = common.names("--form", forms or distributed.FORMS, distributed.FORMS)
     sizes = [(m, n) for m, n in common.shapes(shapes)] if shapes else None
     counts = [common.ints(option, text) if text else None for option, text in (("--heads", heads), ("--k", k))]
+    common.number("--budget-ms", budget_ms, 0.0)
+    common.writable_folder("--results", results)
     with common.bad_parameter("--distributed"):
         at = distributed.join(device)
     cases = distributed.cases(chosen, sizes, *counts, on_gpu=at.device.type == "cuda")

@@ -128,7 +128,7 @@ def e2e(
     text = report.markdown(plan, found, facts, shlex.join(["lightning-indexer", *sys.argv[1:]]))
     if decoded:
         text += "\n" + decoder.markdown(plan, decoded)
-    paths = report.write(results, text, plan, found, facts)
+    paths = report.write(results, text, plan, found, facts, decoder.records(decoded))
     if as_json:
         common.say(next(path for path in paths if path.suffix == ".json").read_text().rstrip())
     else:

@@ -147,7 +147,7 @@ def _result(each: Done) -> str:
         worst = [value for s in found["summary"] for value in s["diff"].values() if value is not None]
         diff = f", worst calc_diff {max(worst):.1e}" if worst else ""
         left = f"; {len(found['left_out'])} reasons to leave cases out" if found.get("left_out") else ""
-        return f"{passed} of {cases} passed, {len(found['failures'])} failed{diff}{left}"
+        return f"{passed} passed, {len(found['failures'])} failed, of {cases} cases{diff}{left}"
     if each.title.startswith("bench") and "rows" in found:
         timed = [row for row in found["rows"] if row["median_us"]]
         contenders = ", ".join(dict.fromkeys(row["contender"] for row in timed))

@@ -237,6 +237,21 @@ def needed_bytes(plan: Plan, stack: Stack, context: int, batch: int, steps: int)
     return (batch + 1) * (context + 2 * steps) * token + 4 * gathered + batch * (context + 2 * steps) * 8
 
 
+def records(results: Sequence[Decoded]) -> list[dict[str, object]]:
+    """A flat record of each batch and side, for JSON; a batch that was left out has one, with its reason."""
+    found: list[dict[str, object]] = []
+    for result in results:
+        case: dict[str, object] = {"context": result.context, "batch": result.batch, "steps": result.steps}
+        if result.left_out is not None:
+            found.append({**case, "left_out": result.left_out})
+            continue
+        for side in (0, 1):
+            phases = dict.fromkeys(name for run in result.phases[side] for name in run)
+            parts = {name: result.milliseconds(side, name) for name in phases}
+            found.append({**case, "side": "AB"[side], "step_ms": result.milliseconds(side), "phases_ms": parts})
+    return found
+
+
 def markdown(plan: Plan, results: Sequence[Decoded]) -> str:
     """Time of a step by phase, of both sides."""
     sides = [f"{plan.backends[side] or POLICY} + {plan.selections[side] or POLICY}" for side in (0, 1)]

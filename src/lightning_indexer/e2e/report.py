@@ -85,8 +85,11 @@ def failures(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def write(folder: Path, text: str, plan: Plan, results: Sequence[Result], facts: dict[str, str]) -> list[Path]:
-    """Writes e2e.md and e2e.json into ``folder``; returns their paths."""
+def write(
+    folder: Path, text: str, plan: Plan, results: Sequence[Result], facts: dict[str, str],
+    decoded: Sequence[dict[str, object]] = (),
+) -> list[Path]:  # fmt: skip
+    """Writes e2e.md and e2e.json into ``folder``; returns their paths. ``decoded``: ``decode.records``."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "e2e.md", folder / "e2e.json"]
     paths[0].write_text(text)
@@ -119,6 +122,7 @@ def write(folder: Path, text: str, plan: Plan, results: Sequence[Result], facts:
             for result in results
             for side in result.sides
         ],
+        "decode": list(decoded),
         "left_out": {str(r.context): r.left_out for r in results if r.left_out is not None},
     }
     paths[1].write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
