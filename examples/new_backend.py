@@ -28,12 +28,12 @@ class MqaLogits:
 
     def launch(self, problem: MqaLogitsProblem, arch: Arch, config: Config) -> Callable[[MqaLogitsCall], None]:
         def run(call: MqaLogitsCall) -> None:
-            k, position = call.k.float() * call.kv_scale[:, None], torch.arange(problem.keys)
+            k, position = call.k.float(), torch.arange(problem.keys)
             for first in range(0, problem.rows, config.rows):
                 rows = slice(first, first + config.rows)
                 scores = (call.q[rows].float() @ k.t()).relu()
                 seen = (position >= call.ks[rows, None]) & (position < call.ke[rows, None])
-                logits = (call.weights[rows, None, :] @ scores)[:, 0]
+                logits = (call.weights[rows, None, :] @ scores)[:, 0] * call.kv_scale  # which may be negative
                 call.result[rows] = logits.masked_fill(~seen, float("-inf"))
 
         return run

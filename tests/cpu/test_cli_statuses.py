@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,7 +73,10 @@ def test_verify_names_positions_and_the_command_that_repeats():
     assert result.exit_code == 1
     assert "  wrong at [3, 5], [3, 12], [3, 19], [3, 26], … 16 in all, of [17, 113]" in result.stdout
     failures = json.loads(run(*words("verify"), "--operation", "fp8_mqa_logits", "--json").stdout)["failures"]
-    assert failures[0]["wrong"] == {"shape": [17, 113], "count": 16, "first": [[3, 5], [3, 12], [3, 19], [3, 26]]}
+    wrong = failures[0]["wrong"]
+    lines = wrong.pop("map")
+    assert wrong == {"shape": [17, 113], "count": 16, "first": [[3, 5], [3, 12], [3, 19], [3, 26]]}
+    assert (len(lines), len(lines[0]), "".join(lines).count("#")) == (17, 113, 16)
     assert failures[0]["repeat"] in result.stdout
 
 
@@ -114,6 +118,10 @@ def test_maps_are_small_and_hold_shares():
     assert (len(found.cells), len(found.cells[0])) == (64, 160)
     assert found.cells[0][0] == 0.5
     assert sum(map(sum, found.cells)) == 0.5
+    assert found.map[0] == "5" + 159 * "."
+    assert wrong.WrongPositions.of_map(found.shape, found.count, found.first, found.map) == found
+    edges = replace(found, cells=((0.001, 0.999, 1.0),))
+    assert edges.map == ("19#",)
 
 
 # cache

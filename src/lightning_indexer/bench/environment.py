@@ -30,6 +30,11 @@ def record(device: torch.device) -> dict[str, str]:
     return facts
 
 
+def of_the_library() -> dict[str, str]:
+    """What a result depends on that no machine has a part in."""
+    return {"lightning-indexer": __version__, "commit": commit() or "unknown", "date": today()}
+
+
 def today() -> str:
     """The day in UTC, like 2026-01-31."""
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()

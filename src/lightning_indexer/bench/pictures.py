@@ -1,4 +1,4 @@
-"""Pictures from recorded results: what ``bench --json``, ``cost --json`` and ``e2e`` wrote, whenever and wherever.
+"""Pictures from recorded results: what ``bench``, ``e2e`` and ``--json`` of other verbs wrote, whenever and wherever.
 
 Every picture says below what it was made from: device, versions, commit, date, file. Nothing is drawn that is not in
 the file.
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLOURS = ("#0b6bcb", "#d1495b", "#2e8b57", "#edae49", "#6a4c93", "#7f7f7f")
-GREY = "#b0b0b0"
-Document = Mapping[str, Any]
+from lightning_indexer.bench import diagrams
+from lightning_indexer.bench.diagrams import COLOURS, Document
+from lightning_indexer.bench.diagrams import figure_of as _figure
 
 
 def load(path: Path) -> Document:
@@ -37,7 +37,7 @@ def load(path: Path) -> Document:
     except ValueError as error:
         raise ValueError(f"{path}: is no JSON: {error}") from None
     if not isinstance(document, dict):
-        raise ValueError(f"{path}: expected what `bench`, `cost --json`, `e2e` or `report` wrote, got a list")
+        raise ValueError(f"{path}: expected what `bench`, `e2e`, `report` or another verb's `--json` wrote, got a list")
     return document
 
 
@@ -71,6 +71,12 @@ def kinds(document: Document) -> list[str]:
         found.append("model")
     if any("phases_s" in row for row in document.get("runs", ())):
         found.append("phases")
+    if "archs" in document:
+        found.append("support")
+    if any("slices" in chunk for chunk in document.get("chunks", ())):
+        found.append("chunks")
+    if diagrams.has_maps(document):
+        found.append("wrong")
     return found
 
 
@@ -268,14 +274,11 @@ _KINDS: dict[str, Callable[[Document], Any]] = {
     "memory": _memory,
     "model": _model,
     "phases": _phases,
+    "support": diagrams.support,
+    "chunks": diagrams.chunks,
+    "wrong": diagrams.wrong,
 }
 KINDS = tuple(_KINDS)
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, max(height, 2.5)), layout="constrained")
 
 
 def _bars(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence[float | None]], text: str) -> None:

@@ -38,8 +38,10 @@ def supported(cases: Sequence[SimulatedCase]) -> tuple[list[SimulatedCase], Coun
 
 def run(cases: Sequence[SimulatedCase], jobs: int) -> Iterator[Outcome]:
     """Runs the cases over ``jobs`` processes; outcomes come as they end, not in order."""
-    # Cases in a row share a kernel: one process compiles it, and decodes it once.
-    batches = [cases[start : start + _BATCH] for start in range(0, len(cases), _BATCH)]
+    # Cases in a row share a kernel: one process compiles it, and decodes it once. Few cases go one by one, so that all
+    # processes have some to the end, and one that is interrupted has its results until then.
+    size = max(1, min(_BATCH, len(cases) // (4 * jobs)))
+    batches = [cases[start : start + size] for start in range(0, len(cases), size)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, min(jobs, len(batches))), context, _start_process) as pool:
         futures: list[Future[list[Outcome]]] = [pool.submit(run_batch, batch) for batch in batches]

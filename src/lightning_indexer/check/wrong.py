@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,24 @@ class WrongPositions:
     count: int
     first: tuple[tuple[int, int], ...]
     cells: tuple[tuple[float, ...], ...]
+
+    @property
+    def map(self) -> tuple[str, ...]:
+        """The cells, a character each: ``.`` nothing is wrong, 1 to 9 about so many tenths are, ``#`` all is."""
+        marks = ".123456789#"
+        return tuple(
+            "".join(marks[10 if cell == 1 else min(9, max(1, round(10 * cell))) if cell else 0] for cell in line)
+            for line in self.cells
+        )
+
+    @classmethod
+    def of_map(
+        cls, shape: Sequence[int], count: int, first: Sequence[Sequence[int]], lines: Sequence[str]
+    ) -> WrongPositions:
+        """From what JSON holds; the cells are as exact as :attr:`map`."""
+        share = {".": 0.0, "#": 1.0}
+        cells = tuple(tuple(share[mark] if mark in share else int(mark) / 10 for mark in line) for line in lines)
+        return cls((shape[0], shape[1]), count, tuple((at[0], at[1]) for at in first), cells)
 
     def __str__(self) -> str:
         named = ", ".join(f"[{row}, {column}]" for row, column in self.first)
@@ -65,12 +84,12 @@ def _positions(mask: torch.Tensor) -> WrongPositions:
 
 
 def draw(titled: Sequence[tuple[str, WrongPositions]], path: Path) -> None:
-    """One map below the other as a PNG; matplotlib is needed.
+    """:func:`figure_of`, as a PNG at ``path``."""
+    figure_of(titled).savefig(path, dpi=110)
 
-    Args:
-        titled: title and positions of each.
-        path: where it goes.
-    """
+
+def figure_of(titled: Sequence[tuple[str, WrongPositions]]) -> Any:
+    """One map below the other, by title and positions of each; matplotlib is needed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1 + 2.6 * len(titled)), layout="constrained")
@@ -87,4 +106,4 @@ def draw(titled: Sequence[tuple[str, WrongPositions]], path: Path) -> None:
         axes.set(xlabel="column", ylabel="row")
         axes.set_title(f"{title}: {wrong.count} wrong, crosses are the first", fontsize=9)
         figure.colorbar(image, ax=axes, label="% wrong")
-    figure.savefig(path, dpi=110)
+    return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from lightning_indexer import __version__, envs
 from lightning_indexer.arch import Arch, arch_of
+from lightning_indexer.bench import environment
 from lightning_indexer.chunking import parse_requests, plan_chunks
 from lightning_indexer.cli import amd as cli_amd
 from lightning_indexer.cli import bench as cli_bench
@@ -103,7 +105,7 @@ def explain(
         support = dispatch.support_table(problem)
         names = [backend.name for backend in dispatch.backends() if backend.name in support]
         if as_json:
-            common.show_json({"problem": str(problem), "archs": {
+            common.show_json({"environment": environment.of_the_library(), "problem": str(problem), "archs": {
                 arch.name: {name: support[name][arch.name] for name in names} for arch in Arch.known()}})  # fmt: skip
             return
         shown = Table(("arch", *names), str(problem))
@@ -160,7 +162,12 @@ def plan(
         size = chunk.rows * chunk.keys * 4 / 2**20
         table.add(index, chunk.rows, chunk.keys, size, "yes" if chunk.gather else "reuse", slices)
     if as_json:
-        common.show_json({"chunks": table.records()})
+        found = table.records()
+        for record, chunk in zip(found, chunks, strict=True):
+            record["slices"] = [asdict(part) for part in chunk.slices]
+        common.show_json(
+            {"environment": environment.of_the_library(), "compress_ratio": compress_ratio, "chunks": found}
+        )  # fmt: skip
     else:
         common.show(table)
 

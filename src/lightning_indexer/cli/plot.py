@@ -12,7 +12,10 @@ from lightning_indexer.cli.common import JsonOption
 
 
 def plot(
-    files: Annotated[list[Path], typer.Argument(help="What `bench`, `cost --json`, `e2e` or `report` wrote.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="What `bench`, `e2e`, `report`, or `--json` of cost, explain, plan, verify wrote."),
+    ],
     kind: Annotated[
         list[str] | None, typer.Option("--kind", "--kinds", help="Only these pictures. Default: all that a file gives.")
     ] = None,
@@ -20,7 +23,8 @@ def plot(
     image_format: Annotated[str, typer.Option("--format", help="png or svg.")] = "png",
     as_json: JsonOption = False,
 ) -> None:
-    """Draw recorded results: scores and selection beside peers, bandwidth of decode, memory, the model, phases.
+    """Draw recorded results: scores and selection beside peers, bandwidth of decode, memory, the model, phases; which
+    backend runs where, the chunks of a plan, where a result is wrong.
 
     Nothing is measured here: each picture names the device, versions and commit of its file. Exit status 1 where a file
     gives none.

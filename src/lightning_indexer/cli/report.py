@@ -29,6 +29,7 @@ from lightning_indexer import envs
 from lightning_indexer.arch import Arch, arch_of
 from lightning_indexer.cli import bench, common
 from lightning_indexer.cli.common import DeviceOption, JsonOption, err
+from lightning_indexer.problems.mqa_logits import OPERATION
 
 FORMAT = 1
 # What a part may take beyond its time: to end its running case, and to write what it has.
@@ -44,6 +45,9 @@ CPU_SHAPES = {
 }
 STATUSES = {0: "passed", 1: "failed", 130: "stopped, its time was up"}
 NOT_RUN = "not run, no time was left"
+NO_RESULT = "stopped before its first result"
+# No verdict on what was to run.
+OUT_OF_TIME = (STATUSES[130], NO_RESULT, NOT_RUN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,8 @@ def report(
 ) -> None:
     """Verify every backend, time the sweep beside the peers that are here, and write one file to attach to an issue.
 
-    It holds hardware, versions and commit, and no names of users, hosts or folders. Exit status 1 where a part failed;
-    130 where it was stopped: the file has the parts until then.
+    It holds hardware, versions and commit, and no names of users, hosts or folders. Exit status 1 where a part failed,
+    not where its time was up; 130 where it was stopped: the file has the parts until then.
 
     Examples: `lightning-indexer report`, `lightning-indexer report --device cuda --minutes 5`,
     `lightning-indexer report --arch gfx950 --minutes 2 --output gfx950.md`
@@ -112,7 +116,7 @@ def report(
     err.print(f"wrote {path}: please attach it to an issue", markup=False, highlight=False, soft_wrap=True)
     if stopped:
         raise typer.Exit(130)
-    if any(each.status not in (STATUSES[0], STATUSES[130], NOT_RUN) for each in done):
+    if any(each.status not in (STATUSES[0], *OUT_OF_TIME) for each in done):
         raise typer.Exit(1)
 
 
@@ -196,10 +200,11 @@ def _simulated(arch: Arch) -> list[Part]:
     from lightning_indexer.check import verify
 
     parts = [Part("info", ("info",), 0.2), Part("resources", ("resources", "--arch", arch.name), 1.0)]
-    for operation in verify.operations():
+    # Scores have by far the most cases: last, they have what the others leave.
+    for operation in sorted(verify.operations(), key=lambda operation: operation == OPERATION):
         if common.installed(common.compiled_kernels(None, arch, operation), None, []):
             chosen = ("--arch", arch.name, "--operation", operation)
-            parts.append(Part(f"verify {operation}", ("verify", *chosen), 2.0))
+            parts.append(Part(f"verify {operation}", ("verify", *chosen), 1.0))
     return parts
 
 
@@ -247,7 +252,7 @@ def _one(part: Part, seconds: float) -> Done:
         document = None
     word = STATUSES.get(status, f"crashed, exit status {status}")
     if document is None and status != 0:
-        word = f"crashed, exit status {status}" if status != 130 else "stopped before its first result"
+        word = f"crashed, exit status {status}" if status != 130 else NO_RESULT
     error = "" if status in (0, 130) and document is not None else "\n".join(texts[1].strip().splitlines()[-15:])
     seconds = time.monotonic() - begun
     # Folders of this machine are nobody's business.

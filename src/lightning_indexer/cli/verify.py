@@ -237,9 +237,12 @@ def _document(
     repeat: Sequence[str], seconds: float, good: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """What ``--json`` prints."""
+    from lightning_indexer.bench import environment
     from lightning_indexer.check import verify as checks
 
+    failed = [o for o in found if o.status == "fail"]
     return {
+        "environment": {"device": title, **environment.of_the_library()},
         "on": title,
         "good": good,
         "seconds": seconds,
@@ -259,10 +262,11 @@ def _document(
                 "operation": o.operation, "backend": o.backend, "case": str(o.case), "detail": o.detail,
                 "wrong": None if o.finding is None or o.finding.wrong is None else {
                     "shape": o.finding.wrong.shape, "count": o.finding.wrong.count, "first": o.finding.wrong.first,
+                    "map": o.finding.wrong.map if number < DRAWN else [],
                 },
                 "repeat": _repeat(o, repeat),
             }
-            for o in found if o.status == "fail"
+            for number, o in enumerate(failed)
         ],
         "left_out": {reason: len(cases) for reason, cases in checks.left_out(found).items()},
         "notes": list(notes),
