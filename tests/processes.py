@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (ROOT / "src", ROOT / "packages" / "cdna-sim" / "src")
@@ -23,14 +28,69 @@ def environment(**variables: str) -> dict[str, str]:
     return found | variables
 
 
-def python(*arguments: str, timeout: float | None = None, **variables: str) -> str:
-    """What ``python`` with these arguments prints; fails the test where its exit status is not 0."""
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment(**variables), capture_output=True, text=True, check=False,
-        timeout=timeout,
-    )  # fmt: skip
+def python(*arguments: str | Path, timeout: float = 900.0, **variables: str) -> str:
+    """What :func:`program` prints; fails the test where its exit status is not 0."""
+    done = program(*arguments, timeout=timeout, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def program(
+    *arguments: str | Path, timeout: float = 900.0, **variables: str
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Runs ``python`` with these arguments and variables, without ``TRITON_INTERPRET``.
+
+    It is a fork of a process that has imported PyTorch and Triton, see forked.py: not for tests of what is imported,
+    nor for Triton's interpreter.
+    """
+    return _Forks.of_this_process().run([str(each) for each in arguments], environment(**variables), timeout)
+
+
+class _Forks:
+    """The process that forks, one for each process of tests, from the first program on."""
+
+    _known: ClassVar[dict[int, _Forks]] = {}
+
+    @classmethod
+    def of_this_process(cls) -> _Forks:
+        found = cls._known.get(os.getpid())
+        if found is None or found.process.poll() is not None:
+            found = cls._known[os.getpid()] = cls()
+        return found
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore::DeprecationWarning", str(Path(__file__).with_name("forked.py"))],
+            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        atexit.register(self.process.kill)
+
+    def run(
+        self, arguments: Sequence[str], environment: dict[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a program to its end, or for ``timeout`` seconds, after which it is killed."""
+        assert self.process.stdin is not None
+        with tempfile.TemporaryDirectory() as folder:
+            output, errors = Path(folder, "output"), Path(folder, "errors")
+            request = {"arguments": arguments, "environment": environment, "folder": str(Path.cwd()),
+                       "output": str(output), "errors": str(errors)}  # fmt: skip
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            child = int(self._line())
+            killer = threading.Timer(timeout, os.kill, (child, signal.SIGKILL))
+            killer.start()
+            try:
+                status = int(self._line())
+            finally:
+                killer.cancel()
+            texts = [path.read_text() if path.exists() else "" for path in (output, errors)]
+            return subprocess.CompletedProcess(list(arguments), status, *texts)
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the process that forks has ended, exit status {self.process.wait()}"
+        return line
 
 
 # What the server of a group's processes imports once, for all of them.

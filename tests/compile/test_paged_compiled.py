@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_indexer import Arch, envs
+from lightning_indexer import Arch
+from processes import python
 
 SCRIPT = Path(__file__).with_name("compile_paged.py")
 ARCHS = ("sm90", "gfx942", "gfx950")
@@ -23,12 +22,8 @@ NAMES = [
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch, tmp_path):
-    environment = envs.for_process(
-        TRITON_INTERPRET=None, TRITON_CACHE_DIR=str(tmp_path), LIGHTNING_INDEXER_CACHE_DIR=str(tmp_path / "own")
-    )
-    done = subprocess.run([sys.executable, SCRIPT, arch], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    text = python(SCRIPT, arch, TRITON_CACHE_DIR=str(tmp_path), LIGHTNING_INDEXER_CACHE_DIR=str(tmp_path / "own"))
+    kernels = [json.loads(line) for line in text.splitlines()]
     assert [kernel["name"] for kernel in kernels] == NAMES
     for kernel in kernels:
         text = kernel["text"]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_indexer import envs
+from processes import python
 
 SCRIPT = Path(__file__).with_name("compile_top_k.py")
 KIB = 1024
@@ -26,13 +24,11 @@ NAMES = [r"top_k_per_row_4096_row_index_rows_triton", r"top_k_per_row_2048_page_
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch, tmp_path):
-    environment = envs.for_process(
-        TRITON_INTERPRET=None, TRITON_CACHE_DIR=str(tmp_path), LIGHTNING_INDEXER_CACHE_DIR=str(tmp_path / "own")
-    )
-    command = [sys.executable, SCRIPT, arch, "0" if arch in WHOLE else "2"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    text = python(
+        SCRIPT, arch, "0" if arch in WHOLE else "2",
+        TRITON_CACHE_DIR=str(tmp_path), LIGHTNING_INDEXER_CACHE_DIR=str(tmp_path / "own"),
+    )  # fmt: skip
+    kernels = [json.loads(line) for line in text.splitlines()]
     names = [kernel["name"] for kernel in kernels]
     assert len(names) >= 4 if arch in WHOLE else len(names) == 2
     if arch in WHOLE:

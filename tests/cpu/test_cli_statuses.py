@@ -19,6 +19,7 @@ from lightning_indexer.check import device, wrong
 from lightning_indexer.check.cases import Case
 from lightning_indexer.e2e import run as e2e_run
 from lightning_indexer.selection import registry
+from processes import python
 from verbs import WRONG, fake_sweep, fake_verify, replace_work, run, words
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -161,11 +162,7 @@ def test_info_needs_nothing_but_the_library():
         "from lightning_indexer.__main__ import main\n"
         "main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "info", "--json"], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+    document = json.loads(python("-c", code, "info", "--json", timeout=120))
     assert {row["backend"] for row in document["backends"]} == {backend.name for backend in registry.backends()}
     assert {row["package"] for row in document["packages"]} >= {"cuda-core", "numpy", "typer"}
 

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-import lightning_indexer
-
-SOURCE = Path(lightning_indexer.__file__).parents[1]
+from processes import program
 
 SCRIPT = """
 import sys, threading
@@ -49,10 +42,7 @@ else:
 @pytest.mark.parametrize("how", ["atexit", "thread"])
 @pytest.mark.slow
 def test_a_call_while_the_interpreter_ends(how, pool):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, how, pool],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = program("-c", SCRIPT, how, pool)
     assert done.stdout.split() == ["called"] * (1 + (pool == "warm")), done.stderr
     assert done.returncode == 0, done.stderr
     assert not done.stderr

@@ -35,7 +35,7 @@ def run(config: TopKConfig):
 @pytest.mark.slow
 def test_scores(scores, config):
     tie = "larger" if SCORES.index(scores) % 2 else "smaller"
-    assert run_case(Case(5, 700, 40, scores=scores, tie=tie), "", CPU, call=run(config)) == []
+    assert run_case(Case(5, 420, 40, scores=scores, tie=tie), "", CPU, call=run(config)) == []
 
 
 @interpreted
@@ -43,13 +43,13 @@ def test_scores(scores, config):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(5, 600, 40, torch.bfloat16, "integers", base="page", order="score", tie="larger"),
-        Case(5, 600, 40, torch.float16, "normal", base="offset", order="any", shift=1),
-        Case(5, 600, 64, torch.float32, "plateau", base="absolute", order="score"),
-        Case(5, 600, 64, torch.bfloat16, "zeros", base="offset", order="score", values=False),
-        Case(4, 600, 1, torch.float16, "equal", tie="larger", window="ends"),
-        Case(4, 600, 63, torch.bfloat16, "one_bin", window="packed"),
-        Case(4, 600, 33, torch.float32, "integers", window="short"),
+        Case(5, 420, 40, torch.bfloat16, "integers", base="page", order="score", tie="larger"),
+        Case(5, 420, 40, torch.float16, "normal", base="offset", order="any", shift=1),
+        Case(5, 420, 64, torch.float32, "plateau", base="absolute", order="score"),
+        Case(5, 420, 64, torch.bfloat16, "zeros", base="offset", order="score", values=False),
+        Case(4, 420, 1, torch.float16, "equal", tie="larger", window="ends"),
+        Case(4, 420, 63, torch.bfloat16, "one_bin", window="packed"),
+        Case(4, 420, 33, torch.float32, "integers", window="short"),
         Case(2, 1, 3, window="whole"),
         Case(2, 127, 20, window="whole"),
         Case(2, 128, 20, window="ends"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from layouts import problem_of, wrong_layouts
 
 from lightning_indexer import Arch
 from lightning_indexer.selection import registry
+from processes import python
 
 HERE = Path(__file__).resolve().parent
 simulated = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, tinygrad, needs Python 3.11")
@@ -37,14 +37,8 @@ simulated = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder, 
 def test_one_run_takes_memory_of_every_kind(backend, arch):
     if (reason := registry.get(backend).missing()) is not None:
         pytest.skip(reason)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [sys.executable, str(HERE / "layouts.py"), backend, arch],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[0]) == []
+    text = python(HERE / "layouts.py", backend, arch, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    assert json.loads(text.splitlines()[0]) == []
 
 
 @pytest.mark.parametrize("backend", ["torch-blocked", "triton-portable"])
