@@ -1,4 +1,4 @@
-"""Writes docs/results/h200-*.json from the tables of docs/kernels, whose runs kept no JSON.
+"""Writes docs/results/h200-*.json from the tables of the pages, whose runs kept no JSON.
 
 A newer run replaces them: `lightning-indexer bench … --results docs/results`, see RELEASING.md.
 """
@@ -15,7 +15,7 @@ H200 = {"device": "NVIDIA H200", "arch": "sm90", "torch": "2.11", "cuda": "13.0"
 
 def table(page: str, header: str) -> list[list[str]]:
     """The body of the table of a page whose header begins so."""
-    lines = (DOCS / "kernels" / page).read_text().splitlines()
+    lines = (DOCS / page).read_text().splitlines()
     first = next(at for at, line in enumerate(lines) if line.startswith(header)) + 2
     body = []
     for line in lines[first:]:
@@ -28,7 +28,7 @@ def table(page: str, header: str) -> list[list[str]]:
 def scores() -> dict[str, object]:
     rows = []
     for window, h, m, n, *us, _tflops, host, theirs, _ratio, portable in table(
-        "cuda_sm90.md", "| window | H | M | N |"
+        "kernels/cuda_sm90.md", "| window | H | M | N |"
     ):
         case = {"window": window, "heads": int(h), "head_dim": 128, "s_q": int(m), "s_k": int(n)}
         for form, time in zip(("clean", "noclean", "compressed"), us, strict=True):
@@ -44,7 +44,7 @@ def scores() -> dict[str, object]:
 def selection() -> dict[str, object]:
     rows = []
     names = ("cuda-sm90", "triton-portable", "torch.topk", "flashinfer", "sglang")
-    for what, floor, *times, _ratio in table("top_k.md", "| rows | floor | cuda-sm90 |"):
+    for what, floor, *times, _ratio in table("kernels/top_k.md", "| rows | floor | cuda-sm90 |"):
         m, n, words = re.fullmatch(r"\((\d+), (\d+)\),? ?(.*)", what).groups()  # type: ignore[union-attr]
         k = re.search(r"k = (\d+)", words)
         window = "packed" if "packed" in words else "whole" if "whole" in words else "causal"
@@ -57,8 +57,38 @@ def selection() -> dict[str, object]:
     return {"environment": facts, "source": "docs/kernels/top_k.md", "rows": rows}
 
 
+def decode() -> dict[str, object]:
+    rows = []
+    header = "| H | next_n | B | context | us | DeepGEMM |"
+    for h, next_n, batch, context, ours, theirs, *_others, portable in table("kernels/cuda_sm90_paged.md", header):
+        case = {"batch": int(batch), "next_n": int(next_n), "context": int(context), "heads": int(h), "head_dim": 128}
+        read = int(batch) * int(context) * (128 + 4)
+        for name, time in (("cuda-sm90", ours), ("deep_gemm", theirs), ("triton-portable", portable)):
+            us = None if time == "-" else float(time)
+            rows.append({**case, "contender": name, "median_us": us, "gbs": us and round(read / us / 1e3, 1)})
+    facts = {**H200, "triton": "3.6", "vllm": "0.33", "commit": "9060934", "date": "2026-12-01"}
+    source = "docs/kernels/cuda_sm90_paged.md"
+    return {"environment": facts, "source": source, "ceilings": {"copy_gbs": 4264.0}, "rows": rows}
+
+
+def layers() -> dict[str, object]:
+    runs = []
+    selects = {"A": "torch.topk", "B": "top_k_per_row"}
+    for model, side, *numbers in table("engines.md", "| model | side | TTFT | scoring | selection | indexer |"):
+        total, scoring, selection, indexer = (float(number) / 1e3 for number in numbers[:4])
+        phases = {"scoring": scoring, "selection": selection, "rest of the indexer": indexer - scoring - selection,
+                  "attention and all else": total - indexer}  # fmt: skip
+        runs.append(
+            {"context": 131072, "side": f"{model} {side}", "backend": "cuda-sm90", "selection": selects[side],
+             "ttft_s": [total], "phases_s": [{name: round(value, 5) for name, value in phases.items()}]}
+        )  # fmt: skip
+    facts = {**H200, "commit": "287622b", "date": "2026-12-01"}
+    return {"environment": facts, "source": "docs/engines.md", "runs": runs}
+
+
 if __name__ == "__main__":
-    for name, document in (("h200-scores", scores()), ("h200-top_k", selection())):
+    recorded = {"scores": scores(), "top_k": selection(), "decode": decode(), "layers": layers()}
+    for name, document in ((f"h200-{name}", document) for name, document in recorded.items()):
         path = DOCS / "results" / f"{name}.json"
         path.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"{path.name}: {len(document['rows'])} rows")  # type: ignore[arg-type]
+        print(f"{path.name}: {len(document.get('rows') or document['runs'])} rows")  # type: ignore[arg-type]

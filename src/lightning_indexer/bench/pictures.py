@@ -143,18 +143,22 @@ def _selection(document: Document) -> Any:
 
 
 def _decode(document: Document) -> Any:
+    """Bytes of the cache a second, the H side by side."""
     rows = [row for row in document["rows"] if row.get("median_us")]
-    cases = list(dict.fromkeys(_case(row) for row in rows))
-    rate = {(_case(row), row["contender"]): row["gbs"] for row in rows}
-    figure = _figure(9, 1.2 + 0.19 * len(cases) * len(_contenders(rows)))
-    axes = figure.subplots()
-    _bars(axes, cases, {name: [rate.get((case, name)) for case in cases] for name in _contenders(rows)}, "{:.0f}")
+    heads = sorted({row["heads"] for row in rows})
+    most = max(len({_case(row) for row in rows if row["heads"] == h}) for h in heads)
+    figure = _figure(max(9, 4.6 * len(heads)), 1.2 + 0.14 * most * len(_contenders(rows)))
     ceiling = document.get("ceilings", {}).get("copy_gbs")
-    if ceiling:
-        axes.axvline(ceiling, color="black", linewidth=1.0, linestyle="--", label=f"copy, {ceiling:.0f} GB/s")
-        axes.legend(loc="lower right", fontsize=8)
-    axes.set(xlabel="GB/s of the cache")
-    figure.suptitle("fp8_paged_mqa_logits: bytes of the cache a second")
+    for axes, h in zip(figure.subplots(1, len(heads), squeeze=False)[0], heads, strict=True):
+        mine = [row for row in rows if row["heads"] == h]
+        rate = {(_case(row), row["contender"]): row["gbs"] for row in mine}
+        cases, names = list(dict.fromkeys(_case(row) for row in mine)), _contenders(mine)
+        labels = [case.rsplit(" H=", 1)[0] for case in cases]
+        if ceiling:
+            axes.axvline(ceiling, color="black", linewidth=1.0, linestyle="--", label=f"copy, {ceiling:.0f} GB/s")
+        _bars(axes, labels, {name: [rate.get((case, name)) for case in cases] for name in names}, "{:.0f}")
+        axes.set(title=f"H={h}", xlabel="GB/s of the cache")
+    figure.suptitle("fp8_paged_mqa_logits: bytes of the cache a second; sequences, tokens of each, context")
     return figure
 
 
@@ -290,8 +294,8 @@ def _bars(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence[float 
         bars = axes.barh(at, known, height=height, color=COLOURS[index % len(COLOURS)], label=name)
         axes.bar_label(bars, [text.format(value) for value in known], fontsize=6, padding=2)
     axes.set_yticks([place + 0.4 - height / 2 for place in range(len(labels))], labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.margins(x=0.1, y=0.01)
+    axes.set_ylim(len(labels) - 0.1, -0.1 - height / 2)
+    axes.margins(x=0.1)
     axes.grid(visible=True, axis="x", alpha=0.3)
     axes.legend(loc="lower right", fontsize=8)
 
