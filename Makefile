@@ -28,7 +28,14 @@ $(VENV)/.installed: pyproject.toml packages/cdna-sim/pyproject.toml constraints.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./packages/cdna-sim -e '.[dev]'
 	@touch $@
 
-demo: install
+# Before anything else is installed, only what the command line needs.
+$(VENV)/.cli: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli]'
+	@touch $@
+
+demo: $(if $(wildcard $(VENV)/.installed),install,$(VENV)/.cli)
 	$(BIN)/lightning-indexer demo
 
 check: install
