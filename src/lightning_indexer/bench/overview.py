@@ -1,4 +1,4 @@
-"""The first table of a ``bench`` of one operation: a line a case, every contender's time, the best peer over ours."""
+"""What reports of one operation share: the first table, a line a case with the best peer over ours; flat records."""
 
 from __future__ import annotations
 
@@ -58,6 +58,26 @@ def best_peer(rows: Iterable[AnyRow]) -> AnyRow | None:
 def number(value: float | None) -> str:
     """One decimal, or a dash where there is no number."""
     return "-" if value is None else f"{value:.1f}"
+
+
+# The name of a measure in JSON and CSV, and of the row's attribute; a row without it has none.
+MEASURES = (
+    ("floor_us", "floor"), ("median_us", "median"), ("p20_us", "p20"), ("p80_us", "p80"), ("host_us", "host"),
+    ("cpu_us", "cpu"), ("gbs", "gbs"), ("tflops", "tflops"), ("extra_bytes", "extra_bytes"), ("bytes", "bytes"),
+    ("flop", "flop"), ("note", "note"),
+)  # fmt: skip
+
+
+def records(rows: Sequence[AnyRow]) -> list[dict[str, object]]:
+    """The rows as flat records: facts of the case, contender, measures."""
+    return [
+        {
+            **{name: getattr(row.case, name) for name in type(row.case).__slots__},
+            "contender": row.contender,
+            **{name: getattr(row, attribute) for name, attribute in MEASURES if hasattr(row, attribute)},
+        }
+        for row in rows
+    ]
 
 
 def _time(row: Timed | None) -> str:

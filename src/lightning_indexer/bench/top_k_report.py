@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from lightning_indexer.bench.overview import number, overview
+from lightning_indexer.bench.overview import number, overview, records
 from lightning_indexer.bench.report import Summary, summary_table, table, write_files
-from lightning_indexer.bench.top_k import Case, Row
+from lightning_indexer.bench.top_k import Row
 
 NAME = "bench-top_k_per_row"
 GROUPS: dict[str, Callable[[Row], bool]] = {
@@ -41,27 +41,6 @@ def markdown(
         *summary_table(summaries), "", f"Repeat with: `{command}`", "",
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def records(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """The rows as flat records, for CSV and JSON."""
-    return [
-        {
-            **{name: getattr(row.case, name) for name in Case.__slots__},
-            "contender": row.contender,
-            "floor_us": row.floor,
-            "median_us": row.median,
-            "p20_us": row.p20,
-            "p80_us": row.p80,
-            "host_us": row.host,
-            "cpu_us": row.cpu,
-            "gbs": row.gbs,
-            "extra_bytes": row.extra_bytes,
-            "bytes": row.bytes,
-            "note": row.note,
-        }
-        for row in rows
-    ]
 
 
 def write(
