@@ -40,6 +40,10 @@ if verb == "bench":
             print(json.dumps({TIMED!r}))
             sys.exit(130)
     print(json.dumps({TIMED!r}))
+if verb == "late":
+    print(json.dumps({{"good": True}}), flush=True)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 if verb == "info":
     print("{{}}")
 if verb == "resources":
@@ -77,7 +81,8 @@ def run(*arguments):
 def test_each_part_is_recorded_whatever_becomes_of_it(parts, tmp_path):
     parts += [
         Part("info", ("info",), 1.0), Part("verify x", ("verify",), 1.0), Part("bench y", ("bench",), 1.0),
-        Part("resources", ("resources",), 1.0), Part("bench z", ("bench", "slow"), 0.001),
+        Part("resources", ("resources",), 1.0), Part("verify late", ("late",), 1.0),
+        Part("bench z", ("bench", "slow"), 0.001),
     ]  # fmt: skip
     result = run("--minutes", "0.2")
     assert result.exit_code == 1
@@ -90,11 +95,12 @@ def test_each_part_is_recorded_whatever_becomes_of_it(parts, tmp_path):
     assert re.search(r"\| bench y \| passed \| \d+ \| 1 of 2 measurements: a \|", text)
     assert re.search(r"\| resources \| crashed, exit status -11 \|", text)
     assert "not JSON" in text
+    assert re.search(r"\| verify late \| passed \|", text), "interrupted as it ended"
     assert re.search(r"\| bench z \| stopped, its time was up \| \d+ \| 1 of 2 measurements: a \|", text)
     document = pictures.load(tmp_path / "r.md")
     assert document["kind"] == "lightning-indexer-report"
     assert {"device", "arch", "commit", "date", "torch"} <= set(document["environment"])
-    assert [part["document"] for part in document["parts"]] == [{}, VERIFIED, TIMED, None, TIMED]
+    assert [part["document"] for part in document["parts"]] == [{}, VERIFIED, TIMED, None, {"good": True}, TIMED]
 
 
 def test_a_report_of_what_is_right_succeeds(parts):

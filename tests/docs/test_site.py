@@ -92,8 +92,10 @@ def test_recorded_results_have_their_pictures(path):
 
 def test_recorded_tables_are_those_of_the_pages():
     """A number that is mended on a page is mended in the picture."""
-    pages = {"h200-scores": "kernels/cuda_sm90", "h200-top_k": "kernels/top_k", "h200-decode": "kernels/cuda_sm90_paged",
-             "h200-layers": "engines"}  # fmt: skip
+    pages = {
+        "h200-scores": "kernels/cuda_sm90", "h200-top_k": "kernels/top_k", "h200-decode": "kernels/cuda_sm90_paged",
+        "h200-layers": "engines",
+    }  # fmt: skip
     for name, page in pages.items():
         text, document = (DOCS / f"{page}.md").read_text(), json.loads((DOCS / "results" / f"{name}.json").read_text())
         if document.get("source") != f"docs/{page}.md":

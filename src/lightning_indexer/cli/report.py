@@ -250,7 +250,11 @@ def _one(part: Part, seconds: float) -> Done:
         document = json.loads(texts[0])
     except ValueError:
         document = None
+    # Interrupted where its work was done, as it ended: what it printed is whole.
+    status = 130 if status == -signal.SIGINT else status
     word = STATUSES.get(status, f"crashed, exit status {status}")
+    if status == 130 and document is not None and document.get("good"):
+        word = STATUSES[0]
     if document is None and status != 0:
         word = f"crashed, exit status {status}" if status != 130 else NO_RESULT
     error = "" if status in (0, 130) and document is not None else "\n".join(texts[1].strip().splitlines()[-15:])
