@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 from faulty import FaultyBackend, honest, install, one_percent_high
-from helpers import SOURCES
 from lightning_indexer import Arch, __version__, envs
 from lightning_indexer.bench import timing
 from lightning_indexer.bench.timing import Ceilings
@@ -26,6 +23,7 @@ from lightning_indexer.chunking import Request
 from lightning_indexer.cli import app as cli
 from lightning_indexer.cli import demo
 from lightning_indexer.selection import registry as dispatch
+from processes import program
 
 COMMANDS = ("info", "explain", "plan", "demo", "verify", "resources", "disasm", "bench", "e2e", "trace-diff")
 BACKENDS = [backend.name for backend in dispatch.backends()]
@@ -79,11 +77,7 @@ def test_version():
 
 @pytest.mark.slow
 def test_as_a_module():
-    environment = {**os.environ, "PYTHONPATH": SOURCES}
-    result = subprocess.run(
-        [sys.executable, "-m", "lightning_indexer", "--version"], env=environment, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    result = program("-m", "lightning_indexer", "--version")
     assert (result.returncode, result.stdout.strip(), result.stderr) == (0, __version__, "")
 
 

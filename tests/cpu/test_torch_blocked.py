@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,6 +30,7 @@ from lightning_indexer.backends.torch_blocked.config import BlockConfig, heurist
 from lightning_indexer.check.cases import WINDOWS, Inputs, make_inputs, make_windows
 from lightning_indexer.fp8 import dequantize_k
 from lightning_indexer.selection import registry
+from processes import python
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 # calc_diff against float32 on the operands before quantisation (docs/semantics.md).
@@ -474,4 +473,4 @@ class TestThreads:
             "if child == 0: os._exit(0 if work() == [1, 2] else 1)\n"
             "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
         )
-        assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+        python("-c", code, timeout=60)
