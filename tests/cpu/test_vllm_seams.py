@@ -15,6 +15,7 @@ from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.integrations import vllm, vllm_seams, window_selection
 from lightning_indexer.integrations.notes import Notes
 from lightning_indexer.integrations.patching import IntegrationError, text_of
+from lightning_indexer.problems.mqa_logits import row_stride
 from standins import OriginalError
 
 ROWS, KEYS, HEADS, HEAD_DIM, K = 12, 77, 8, 32, 20
@@ -70,21 +71,21 @@ def messages(caplog) -> list[str]:
 
 
 def test_prefill_is_fused(engine, inputs, windows, monkeypatch, caplog):
-    """No [M, N] logits are made: some rows at a time, here two, as wide as the longest window."""
-    shapes = []
-    real = window_selection.fp8_mqa_logits
+    """No [M, N] logits are made: one call for scores and selection, in a workspace that here holds two rows."""
+    calls = []
+    real = window_selection.fp8_mqa_topk
 
     def watched(*args, **options):
-        result = real(*args, **options)
-        shapes.append(tuple(result.shape))
-        return result
+        calls.append((tuple(args[0].shape), options["max_seqlen_k"], options["workspace"]))
+        return real(*args, **options)
 
-    monkeypatch.setattr(window_selection, "fp8_mqa_logits", watched)
-    monkeypatch.setattr(window_selection, "LOGITS_BYTES", 2 * 4 * KEYS)
+    monkeypatch.setattr(window_selection, "fp8_mqa_topk", watched)
+    workspace = 2 * 4 * row_stride(KEYS, torch.float32)
+    monkeypatch.setattr(window_selection, "WORKSPACE_BYTES", workspace)
     with caplog.at_level(logging.INFO, LOGGER):
         vllm.install("cuda")
         assert torch.equal(prefill(engine, inputs, windows), expected_selection(inputs, windows))
-    assert shapes == [(2, KEYS)] * (ROWS // 2)
+    assert calls == [(tuple(inputs.q_fp8.shape), KEYS, workspace)]
     assert [line.split("first call")[1][:20] for line in messages(caplog)] == [
         ": torch-blocked, M=12"[:20], " of prefill-topk: sc"[:20]
     ]  # fmt: skip

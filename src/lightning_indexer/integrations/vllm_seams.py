@@ -170,7 +170,7 @@ def _insert(original: Function, *, notes: Notes) -> Function:
             original(k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype)
             return
         cache.indexer_k_quant_and_cache(k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype)
-        notes.took("cache, insertion", f"k {list(k.shape)}, page {kv_cache.shape[1]}")
+        notes.took("cache, insertion", "k %s, page %d", k.shape, kv_cache.shape[1])
 
     return indexer_k_quant_and_cache
 
@@ -188,7 +188,7 @@ def _gather(original: Function, *, notes: Notes) -> Function:
             original(kv_cache, dst_k, dst_scale, block_table, cu_seq_lens)
             return
         cache.cp_gather_indexer_k_quant_cache(kv_cache, dst_k, dst_scale, block_table, cu_seq_lens)
-        notes.took("cache, gather", f"k {list(dst_k.shape)}, page {kv_cache.shape[1]}")
+        notes.took("cache, gather", "k %s, page %d", dst_k.shape, kv_cache.shape[1])
 
     return cp_gather_indexer_k_quant_cache
 
@@ -240,9 +240,9 @@ def _prefill_top_k(original: Function, *, notes: Notes) -> Function:
         fits = topk_tokens <= MAX_K
         if isinstance(logits, Pending):
             if logits.logits is None and fits:
-                out = raw_topk_indices[:num_rows, :topk_tokens]
-                logits.select(cu_seqlen_ks[:num_rows], cu_seqlen_ke[:num_rows], out)
-                notes.took("prefill-topk", f"scoring and selection in one, k={topk_tokens}")
+                out = top_k.corner(raw_topk_indices, num_rows, topk_tokens)
+                logits.select(top_k.first(cu_seqlen_ks, num_rows), top_k.first(cu_seqlen_ke, num_rows), out)
+                notes.took("prefill-topk", "scoring and selection in one, k=%d", topk_tokens)
                 return
             logits = logits.read()
             stride0, stride1 = logits.stride()
@@ -253,7 +253,7 @@ def _prefill_top_k(original: Function, *, notes: Notes) -> Function:
         top_k.vllm_top_k_per_row_prefill(
             logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, num_rows, stride0, stride1, topk_tokens
         )
-        notes.took("prefill-topk", f"M={num_rows} W={logits.shape[1]} k={topk_tokens}")
+        notes.took("prefill-topk", "M=%d W=%d k=%d", num_rows, logits.shape[1], topk_tokens)
 
     return top_k_per_row_prefill
 
@@ -306,7 +306,7 @@ def _decode(original: Function, *, notes: Notes) -> Function:
         result = deep_gemm.fp8_paged_mqa_logits(
             values, kv_cache, weights, context_lens, block_tables, None, max_model_len
         )
-        notes.took("decode", f"q {list(values.shape)}, page {kv_cache.shape[1]}")
+        notes.took("decode", "q %s, page %d", values.shape, kv_cache.shape[1])
         return result
 
     return fp8_fp4_paged_mqa_logits
@@ -337,7 +337,7 @@ def _decode_top_k(original: Function, *, notes: Notes) -> Function:
             top_k.vllm_top_k_per_row_decode(
                 logits, next_n, lengths, topk_indices, rows, logits.stride(0), logits.stride(1), topk_tokens
             )
-            notes.took("decode-topk", f"M={rows} W={logits.shape[1]} k={topk_tokens}")
+            notes.took("decode-topk", "M=%d W=%d k=%d", rows, logits.shape[1], topk_tokens)
 
         return select
 
@@ -377,7 +377,7 @@ class Planner:
         max_logits_bytes: int,
         request_offset: int = 0,
     ) -> Any:
-        self.notes.took("planner", f"chunks of {workspace_size} keys and any number of rows")
+        self.notes.took("planner", "chunks of %d keys and any number of rows", workspace_size)
         return self.original(
             compressed_seq_lens_cpu, prefill_query_lens_cpu, workspace_size, _UNLIMITED, request_offset=request_offset
         )
@@ -447,11 +447,15 @@ def _rocm_prefill_top_k(original: Function, *, notes: Notes) -> Function:
         indices: torch.Tensor,
         topk_tokens: int,
     ) -> None:
+        if topk_tokens > MAX_K or logits.dtype not in _SCORES:
+            notes.passed_on(f"k is {topk_tokens}, logits are {logits.dtype}")
+            original(logits, row_starts, row_ends, indices, topk_tokens)
+            return
         lightning_indexer.top_k_per_row(
             logits, topk_tokens, row_starts, row_ends, order="any", out=indices[:, :topk_tokens],
             backend=rocm_backend(),
         )  # fmt: skip
-        notes.took("prefill-topk", f"M={logits.shape[0]} W={logits.shape[1]} k={topk_tokens}")
+        notes.took("prefill-topk", "M=%d W=%d k=%d", *logits.shape, topk_tokens)
 
     return _launch_aiter_top_k_per_row_prefill
 
@@ -482,7 +486,7 @@ def _rocm_decode(original: Function, *, notes: Notes) -> Function:
             q_fp8, kv_cache_fp8, weights, context_lens, block_tables, None, max_model_len,
             order="flat" if compress_ratio == 4 else None,
         )  # fmt: skip
-        notes.took("decode", f"q {list(q_fp8.shape)}, page {kv_cache_fp8.shape[1]}")
+        notes.took("decode", "q %s, page %d", q_fp8.shape, kv_cache_fp8.shape[1])
         return result
 
     return rocm_fp8_paged_mqa_logits
