@@ -199,7 +199,8 @@ def test_published_dimensions(kind):
         plugin.uninstall()
         for (ours, seen), (theirs, _) in zip(result, expected, strict=True):
             assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-            assert int(ours.max()) < seen.shape[-1]
+            assert -1 <= int(ours.min()) <= int(ours.max()) < seen.shape[-1]
+            assert kind == "deepseek_v4" or int(ours.min()) >= 0  # the eager code fills up with what a row does not see
             # Each row has distinct keys, and where it may see fewer than k, all of them.
             sorted_keys = ours.sort(-1).values
             assert bool(((sorted_keys.diff(dim=-1) > 0) | (sorted_keys[..., 1:] < 0)).all())
