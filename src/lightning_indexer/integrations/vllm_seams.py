@@ -9,6 +9,7 @@ candidate blocks of DeepSeek-V4.1 and the merge of decode context parallelism, i
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_indexer.fp8 import FP8_DTYPES
 from lightning_indexer.integrations import aiter, cache, deep_gemm, top_k
 from lightning_indexer.integrations.notes import Notes
 from lightning_indexer.integrations.patching import Function, Seam
-from lightning_indexer.integrations.window_selection import select_in_windows
+from lightning_indexer.integrations.window_selection import WORKSPACE_BYTES, select_in_windows
 from lightning_indexer.problems.mqa_logits import row_stride
 from lightning_indexer.problems.top_k import MAX_K
 
@@ -37,15 +38,18 @@ LAYER_TEXT = "1ed9bd170c15eda1"
 _WINDOWS = ("cu_seqlen_ks", "cu_seqlen_ke")
 _SCORES = (torch.float32, torch.bfloat16, torch.float16)
 _UNLIMITED = 2**62  # bytes
+# MiB: four rows of a million keys.
+LEAST_BUDGET = 16
 
 
 @dataclass(slots=True)
 class State:
     """What calls of this process came to, for the planner: chunks that were selected from without logits of their own,
-    and those whose scores were made or read."""
+    and those whose scores were made or read; and what their scores may take at a time."""
 
     fused: int = 0
     read: int = 0
+    workspace_bytes: int = WORKSPACE_BYTES
 
 
 @dataclass(slots=True)
@@ -83,18 +87,26 @@ class Pending:
         """The best of columns [starts, ends) of each row, relative to its start."""
         self.state.fused += 1
         ks, ke = self.ks + starts, torch.minimum(self.ke, self.ks + ends)
-        select_in_windows(self.q, self.kv, self.weights, ks, ke, out, width=self.width)
+        select_in_windows(
+            self.q, self.kv, self.weights, ks, ke, out, width=self.width, workspace=self.state.workspace_bytes
+        )
 
 
 def seams(names: tuple[str, ...], platform: str, notes: Notes, *, deferred: bool) -> list[Seam]:
     """The seams of these names; ``deferred``: vLLM's layer is the known one, and prefill may be fused."""
-    state = State()
+    state = State(workspace_bytes=_logits_budget())
     made = _rocm(notes) if platform == "rocm" else _cuda(notes, state)
     deferring = deferred and platform == "cuda" and {"prefill", "prefill-topk"} <= set(names)
     found = list(made["deferred"]) if deferring else []
     for name in names:
         found += made.get(name, ())
     return found
+
+
+def _logits_budget() -> int:
+    """What vLLM's memory profile leaves to a chunk's logits, and its planner keeps to, in bytes."""
+    megabytes = getattr(sys.modules.get("vllm.envs"), "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", None)
+    return WORKSPACE_BYTES if megabytes is None else max(int(megabytes), LEAST_BUDGET) * 2**20
 
 
 # CUDA
@@ -295,6 +307,9 @@ def _decode(original: Function, *, notes: Notes) -> Function:
         reason = (
             "q has scales, which makes it FP4 or MX" if scale is not None else _not_plain_cache(q[0], kv_cache, weights)
         )
+        # With ``indices`` vLLM repeats the table for each token: they say which rows have one in common.
+        if reason is None and indices is not None and block_tables.shape[0] != values.shape[0]:
+            reason = f"a block table of {block_tables.shape[0]} rows for {values.shape[0]} tokens"
         if reason is not None:
             notes.passed_on(reason)
             theirs: torch.Tensor = original(
