@@ -4,7 +4,7 @@
     python scripts/transformers_ab.py --tokens 8192 --skip-models
     python scripts/transformers_ab.py --tokens 16384 --profile     # and what the time goes to
 
-Weights are random. Times are medians of CUDA events; "first" is the first layer of a forward, which reads the mask.
+Weights are random. Times are of CUDA events; "first" is the first layer of a forward, which reads the mask.
 Memory is the peak above what stood before the call, its result included.
 """
 
@@ -72,18 +72,20 @@ def indexer_call(kind: str, tokens: int) -> tuple[torch.nn.Module, Callable[[], 
 
 
 def measured(call: Callable[[], torch.Tensor], repeats: int) -> tuple[float, float, float]:
-    """Milliseconds of the first call and the median of the others, and GiB of peak memory."""
+    """Milliseconds of the first call, and of one of three behind each other, as layers are: the median of such threes;
+    and GiB of peak memory."""
     times = []
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    for _ in range(repeats + 1):
+    for count in [1] + [3] * repeats:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call()
+        for _ in range(count):
+            call()
         stop.record()
         stop.synchronize()
-        times.append(start.elapsed_time(stop))
+        times.append(start.elapsed_time(stop) / count)
     return times[0], statistics.median(times[1:]), (torch.cuda.max_memory_allocated() - before) / GIB
 
 

@@ -74,6 +74,9 @@ def test_waves_are_whole_row_blocks_and_take_the_width_that_the_caller_bounds():
     # Hopper's waves are as large as the workspace, others as their share of the cache.
     assert wave_bytes(problem(), arch) == int(5 / 8 * 50 * MIB)
     assert kernel.wave_bytes(problem(), arch) == 64 * MIB
+    portable = registry.kernel("triton-portable", "fp8_mqa_topk")
+    assert portable.wave_bytes(problem(workspace=256 * MIB), arch) == 256 * MIB
+    assert portable.wave_bytes(problem(), Arch.parse("gfx942")) == wave_bytes(problem(), Arch.parse("gfx942"))
     assert kernel.config(problem(), arch).rows == 512
     assert kernel.config(problem(workspace=100 * MIB), arch).rows == 684  # 6 waves of at most 800 rows
     assert kernel.config(problem(width=8192), arch).rows == 2048

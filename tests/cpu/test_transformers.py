@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_indexer.integrations import transformers as plugin
-from lightning_indexer.integrations.patching import IntegrationError, text_of
+from lightning_indexer.integrations.patching import IntegrationError, digest_of, text_of
 from lightning_indexer.integrations.transformers import selection
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
@@ -368,6 +368,10 @@ def test_what_counts_as_the_same_text(tmp_path):
         spec.loader.exec_module(module)
         digests[name] = text_of(module.f)
     assert digests["plain"] == digests["worded"] == digests["broken"] != digests["other"]
+    # f-strings are taken apart by Python 3.12 and newer, and not before.
+    source = "def f(x):\n    y = f\"a{x!r:>{x}} {f'{x}'}é\" + rf'''\n  {x}\n  \"'''\n    return f\"{x}\", y  # é\n"
+    assert digest_of(source) == "497a3be1aee41689"
+    assert digest_of(source.replace("!r", "!s")) != digest_of(source)
     with pytest.raises(IntegrationError, match="has no source to compare"):
         text_of(len)
 

@@ -196,7 +196,7 @@ def topk_transform(
         result = top_k_per_row(
             logits, topk, None, lengths, index_base="page", page_table=page_table, page_size=page_size
         )
-    _NOTES.took(_TAKEN[method], "M=%d k=%d", rows, topk)
+    _NOTES.took(_TAKEN[str(method)], "M=%d k=%d", rows, topk)
     return result  # type: ignore[return-value]  # no values were asked for
 
 
