@@ -63,8 +63,8 @@ def wave_bytes(problem: Problem, arch: Arch) -> int:
 
 
 def measured_wave_bytes(problem: Problem, arch: Arch) -> int:
-    """The same, but on Hopper all of the workspace: there a wave costs more, the ends of two kernels, than scores in the L2
-    save."""
+    """The same, but on Hopper all of the workspace, measured: a wave costs more there, the ends of two kernels, than scores
+    in the L2 save."""
     return problem.workspace_bytes if arch.name == "sm90" else wave_bytes(problem, arch)
 
 
