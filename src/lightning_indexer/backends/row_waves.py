@@ -63,8 +63,7 @@ def wave_bytes(problem: Problem, arch: Arch) -> int:
 
 
 def measured_wave_bytes(problem: Problem, arch: Arch) -> int:
-    """The same, but on Hopper all of the workspace, measured: the ends of a wave's two kernels cost more there than scores
-    in the L2 save."""
+    """The same, but on Hopper all of the workspace: a wave costs more there than scores in the L2 save, measured."""
     return problem.workspace_bytes if arch.name == "sm90" else wave_bytes(problem, arch)
 
 
