@@ -411,6 +411,18 @@ def test_the_command(tmp_path, monkeypatch):
     assert json.loads((folder / "e2e.json").read_text())["runs"][0]["selected"] == 4
 
 
+def test_the_command_with_a_side_of_one_call(tmp_path, monkeypatch):
+    """Which has no time of selection to divide by, in prefill and in decode."""
+    monkeypatch.setattr("lightning_indexer.cli.engines.MODELS", {"glm-5.2": TINY})
+    monkeypatch.setattr(type(TINY), "small", lambda self: self)
+    arguments = ("--context", "128", "--repeats", "1", "--needles", "4", "--no-trace", "--rows", "4")
+    decode = ("--decode", "2", "--batch", "1", "--select-b", "fused", "--results", str(tmp_path))
+    result = invoke(*arguments, *decode)
+    assert result.exit_code == 0, result.output
+    assert "selection B has none, both A / B" in " ".join(result.output.split())
+    assert "Decode, A = `policy + torch.topk`, B = `policy + fused`" in " ".join(result.output.split())
+
+
 def test_sides_that_name_backends_select_alike(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_indexer.cli.engines.MODELS", {"glm-5.2": TINY})
     monkeypatch.setattr(type(TINY), "small", lambda self: self)
