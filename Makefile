@@ -44,7 +44,7 @@ check: install
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
-# In .engines: 350 MB are downloaded, 150 MB of Python files kept.
+# In .engines, 300 MB: the Python files of both wheels, and what they import. vLLM's wheel alone is 300 MB to download.
 test-engines: install
 	$(BIN)/python tests/engines/setup_engines.py .engines
 	PYTHONPATH=.engines/vllm-0.33.0:.engines/sglang-0.5.23:.engines/packages $(BIN)/python -m pytest tests/engines

@@ -2,16 +2,19 @@
 
     python scripts/transformers_ab.py                  # one indexer of each class, published dimensions; small models
     python scripts/transformers_ab.py --tokens 8192 --skip-models
+    python scripts/transformers_ab.py --tokens 16384 --profile     # and what the time goes to
 
-Weights are random. Times are medians of CUDA events; "first" is the first layer of a forward, which reads the mask.
+Weights are random. Times are of CUDA events; "first" is the first layer of a forward, which reads the mask.
 Memory is the peak above what stood before the call, its result included.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import importlib
+import pstats
 import re
 import statistics
 import time
@@ -69,19 +72,36 @@ def indexer_call(kind: str, tokens: int) -> tuple[torch.nn.Module, Callable[[], 
 
 
 def measured(call: Callable[[], torch.Tensor], repeats: int) -> tuple[float, float, float]:
-    """Milliseconds of the first call and the median of the others, and GiB of peak memory."""
+    """Milliseconds of the first call, and of one of three behind each other, as layers are: the median of such threes;
+    and GiB of peak memory."""
     times = []
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    for _ in range(repeats + 1):
+    for count in [1] + [3] * repeats:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call()
+        for _ in range(count):
+            call()
         stop.record()
         stop.synchronize()
-        times.append(start.elapsed_time(stop))
+        times.append(start.elapsed_time(stop) / count)
     return times[0], statistics.median(times[1:]), (torch.cuda.max_memory_allocated() - before) / GIB
+
+
+def kernels(call: Callable[[], object], shown: int = 16) -> list[str]:
+    """The kernels of a call that take the most time."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    rows = [row for row in profile.key_averages() if row.self_device_time_total]
+    rows.sort(key=lambda row: -row.self_device_time_total)
+    total, launches = sum(row.self_device_time_total for row in rows), sum(row.count for row in rows)
+    lines = [f"    {total / 1e3:8.3f} ms  {launches:4} kernels"]
+    return lines + [
+        f"    {row.self_device_time_total / 1e3:8.3f} ms  {row.count:4}  {row.key[:100]}" for row in rows[:shown]
+    ]
 
 
 def overlap(
@@ -97,8 +117,8 @@ def overlap(
 
 
 @torch.no_grad()
-def indexers(kind: str, tokens: int, eager_up_to: int) -> list[str]:
-    lines, found = [], {}
+def indexers(kind: str, tokens: int, eager_up_to: int, profiled: bool) -> list[str]:
+    lines, found, profiles = [], {}, []
     indexer, call, renew = indexer_call(kind, tokens)
     for side in SIDES:
         if side == "eager" and tokens > eager_up_to:
@@ -112,7 +132,9 @@ def indexers(kind: str, tokens: int, eager_up_to: int) -> list[str]:
                 renew()
             first, others, gib = measured(call, 3 if tokens > 2**15 else 5)
             found[side] = call()
-            text = f"{first:.1f} | {others:.1f} | {gib:.2f}"
+            text = f"{first:.1f} | {others:.2f} | {gib:.2f}"
+            if profiled and side != "eager":
+                profiles += ["", f"    {kind}, {tokens} tokens, {side}", *kernels(call)]
         except torch.OutOfMemoryError as error:
             asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
             text = f"out of memory, asked for {asked[1] if asked else '?'} | | "
@@ -127,7 +149,7 @@ def indexers(kind: str, tokens: int, eager_up_to: int) -> list[str]:
             mean, worst = overlap(found[side], found["eager"], lambda row, r=ratio: (int(row) + 1) // r)
             same = f"{100 * mean:.3f}%, {100 * worst:.2f}%"
         lines.append(f"| {kind} | {tokens} | {side} | {text} | {same} |")
-    return lines
+    return lines + profiles
 
 
 MODEL = {
@@ -139,7 +161,7 @@ MODEL = {
 
 
 @torch.no_grad()
-def model(kind: str, prompt: int, new: int) -> list[str]:
+def model(kind: str, prompt: int, new: int, profiled: bool) -> list[str]:
     """``generate()`` of a model of few layers; what the first indexer selects, and the tokens."""
     options = dict(MODEL)
     if kind == "deepseek_v4":
@@ -157,7 +179,8 @@ def model(kind: str, prompt: int, new: int) -> list[str]:
     for side in SIDES:
         if side != "eager":
             plugin.install(net, precision=side)
-        net.generate(ids, max_new_tokens=3, do_sample=False)
+        # Compiles what each length of the steps needs: with it on disk, a later process would not.
+        net.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False)
         times = {}
         for count in (1, new):
             torch.cuda.synchronize()
@@ -166,6 +189,11 @@ def model(kind: str, prompt: int, new: int) -> list[str]:
             torch.cuda.synchronize()
             times[count] = time.perf_counter() - begin
         tokens[side] = out[0, prompt:].tolist()
+        if profiled:
+            profile = cProfile.Profile()
+            profile.runcall(net.generate, ids, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+            print(f"    {kind}, prompt {prompt}, {side}: host time")
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
         rate = (new - 1) / (times[new] - times[1])
         same = ""
         if side != "eager":
@@ -184,20 +212,21 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 6144])
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--skip-models", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="kernels of each indexer, host time of each model")
     given = parser.parse_args()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.cuda.get_device_name()}")
     print("\n| indexer | tokens | side | first, ms | next layers, ms | GiB | overlap with eager: mean, worst row |")
     print("| --- " * 7 + "|")
     for kind in given.kinds:
         for tokens in given.tokens:
-            print("\n".join(indexers(kind, tokens, given.eager_up_to)), flush=True)
+            print("\n".join(indexers(kind, tokens, given.eager_up_to, given.profile)), flush=True)
     if given.skip_models:
         return
     print("\n| model | prompt | side | generate() of one token, ms | decode, tokens/s | tokens as eager |")
     print("| --- " * 6 + "|")
     for kind in given.kinds:
         for prompt in given.prompts:
-            print("\n".join(model(kind, prompt, given.new)), flush=True)
+            print("\n".join(model(kind, prompt, given.new, given.profile)), flush=True)
 
 
 if __name__ == "__main__":

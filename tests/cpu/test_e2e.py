@@ -411,6 +411,18 @@ def test_the_command(tmp_path, monkeypatch):
     assert json.loads((folder / "e2e.json").read_text())["runs"][0]["selected"] == 4
 
 
+def test_the_command_where_scoring_selects(tmp_path, monkeypatch):
+    """A side without a phase of selection has no ratio of it."""
+    monkeypatch.setattr("lightning_indexer.cli.engines.MODELS", {"glm-5.2": TINY})
+    monkeypatch.setattr(type(TINY), "small", lambda self: self)
+    arguments = ("--context", "128", "--repeats", "1", "--needles", "4", "--no-trace", "--rows", "4")
+    result = invoke(*arguments, "--select-a", "policy", "--select-b", "fused", "--results", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "e2e.md").read_text()
+    assert "indexer A / B" in text
+    assert "selection A / B" not in text
+
+
 def test_sides_that_name_backends_select_alike(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_indexer.cli.engines.MODELS", {"glm-5.2": TINY})
     monkeypatch.setattr(type(TINY), "small", lambda self: self)
@@ -436,6 +448,16 @@ def test_the_command_fails_where_a_backend_loses_needles(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "FAIL context 128, B faulty, selection policy: torch-blocked: needles" in result.output
     assert "A torch-blocked" not in result.output.split("FAIL")[1]
+
+
+def test_decode_of_a_side_of_one_call(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_indexer.cli.engines.MODELS", {"glm-5.2": TINY})
+    monkeypatch.setattr(type(TINY), "small", lambda self: self)
+    arguments = ("--context", "128", "--repeats", "1", "--needles", "4", "--no-trace", "--rows", "4")
+    decode = ("--decode", "2", "--batch", "1", "--select-b", "fused", "--results", str(tmp_path))
+    result = invoke(*arguments, *decode)
+    assert result.exit_code == 0, result.output
+    assert "Decode, A = `policy + torch.topk`, B = `policy + fused`" in " ".join(result.output.split())
 
 
 def test_results_that_cannot_be_written_are_refused_before_the_run(tmp_path, monkeypatch):

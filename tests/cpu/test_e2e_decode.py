@@ -33,12 +33,12 @@ def tiny():
 
 def test_a_step_is_the_next_row_of_a_prefill(tiny):
     prompt = make_prompt(CONTEXT, TINY.hidden, PLAN.needles, CPU, torch.float32, seed=PLAN.seed).embeddings
-    for side in (0, 1):
+    for scoring, selecting in (*zip(PLAN.backends, PLAN.selections, strict=True), (None, stack.FUSED)):
         decoder = decode.Decoder(tiny, PLAN, CONTEXT, BATCH, 4)
         tokens = [prompt]
         for _ in range(2):
             tokens.append(decoder.x[:1].clone())
-            found = decoder.step(PLAN.backends[side], PLAN.selections[side], Clock(CPU))
+            found = decoder.step(scoring, selecting, Clock(CPU))
             expected = tiny.prefill(
                 torch.cat(tokens), None, None, step=CONTEXT + 8, max_logits_bytes=2**24, clock=Clock(CPU)
             )

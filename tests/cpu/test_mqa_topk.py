@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from helpers import CPU, INT32_MAX, INT32_MIN, int32
-from lightning_indexer import Arch, CacheLayout, fp8_mqa_topk, fp8_paged_mqa_topk, reference_mqa_topk
+from lightning_indexer import (
+    Arch,
+    CacheLayout,
+    fp8_mqa_logits,
+    fp8_mqa_topk,
+    fp8_paged_mqa_topk,
+    reference_mqa_topk,
+    top_k_per_row,
+)
 from lightning_indexer.arch import MIB
 from lightning_indexer.backends.row_waves import Waves, wave_bytes
 from lightning_indexer.calls import common
@@ -66,6 +74,9 @@ def test_waves_are_whole_row_blocks_and_take_the_width_that_the_caller_bounds():
     # Hopper's waves are as large as the workspace, others as their share of the cache.
     assert wave_bytes(problem(), arch) == int(5 / 8 * 50 * MIB)
     assert kernel.wave_bytes(problem(), arch) == 64 * MIB
+    portable = registry.kernel("triton-portable", "fp8_mqa_topk")
+    assert portable.wave_bytes(problem(workspace=256 * MIB), arch) == 256 * MIB
+    assert portable.wave_bytes(problem(), Arch.parse("gfx942")) == wave_bytes(problem(), Arch.parse("gfx942"))
     assert kernel.config(problem(), arch).rows == 512
     assert kernel.config(problem(workspace=100 * MIB), arch).rows == 684  # 6 waves of at most 800 rows
     assert kernel.config(problem(width=8192), arch).rows == 2048
@@ -122,6 +133,23 @@ def test_kept_positions_come_first_by_score_and_count_as_infinite():
     assert indices[4].tolist() == [-1] * 8
 
 
+@pytest.mark.parametrize("bound", [0, 9])
+def test_bfloat16_keys_without_scales(bound):
+    """As the two calls select, in waves of two rows; under torch.compile too."""
+    inputs = make_operands(Case(11, 90, 32, window="misaligned"), CPU)
+    given = (inputs.q.bfloat16(), (inputs.kv[0].bfloat16(), None), inputs.weights, inputs.ks, inputs.ke)
+    logits = fp8_mqa_logits(*given, clean_logits=False)
+    ends = torch.minimum(inputs.ke, inputs.ks + bound) if bound else inputs.ke
+    expected = top_k_per_row(logits, 7, inputs.ks, ends, index_base="absolute")
+    options = {"max_seqlen_k": bound, "index_base": "absolute"}
+    workspace = 2 * 4 * row_stride(90, torch.float32)
+    assert torch.equal(fp8_mqa_topk(*given, 7, **options, workspace=workspace), expected)
+    ones = (*given[:1], (given[1][0], torch.ones(90)), *given[2:])
+    assert torch.equal(fp8_mqa_topk(*ones, 7, **options), expected)
+    compiled = torch.compile(lambda *operands: fp8_mqa_topk(*operands, 7, **options), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(*given), expected)
+
+
 # What is accepted and refused
 
 
@@ -135,6 +163,7 @@ def operands(rows=4, keys=50):
 
 REFUSED = {
     "kv: got one tensor, expected the pair": {"kv": torch.zeros(5)},
+    "kv_scale: got None with k of torch.float8_e4m3fn": {"kv": (torch.zeros(50, 128).to(torch.float8_e4m3fn), None)},
     "q: got dtype torch.float32": {"q": torch.zeros(4, 32, 128)},
     "cu_seqlen_ks: got dtype torch.int64": {"cu_seqlen_ks": torch.zeros(4, dtype=torch.int64)},
     "k: got 0, expected 1 to 4096": {"k": 0},

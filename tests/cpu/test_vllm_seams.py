@@ -15,6 +15,7 @@ from lightning_indexer.check.cases import make_inputs, make_windows
 from lightning_indexer.integrations import vllm, vllm_seams, window_selection
 from lightning_indexer.integrations.notes import Notes
 from lightning_indexer.integrations.patching import IntegrationError, text_of
+from lightning_indexer.problems.mqa_logits import row_stride
 from standins import OriginalError
 
 ROWS, KEYS, HEADS, HEAD_DIM, K = 12, 77, 8, 32, 20
@@ -70,24 +71,36 @@ def messages(caplog) -> list[str]:
 
 
 def test_prefill_is_fused(engine, inputs, windows, monkeypatch, caplog):
-    """No [M, N] logits are made: some rows at a time, here two, as wide as the longest window."""
-    shapes = []
-    real = window_selection.fp8_mqa_logits
+    """No [M, N] logits are made: one call for scores and selection, in a workspace that here holds two rows."""
+    calls = []
+    real = window_selection.fp8_mqa_topk
 
     def watched(*args, **options):
-        result = real(*args, **options)
-        shapes.append(tuple(result.shape))
-        return result
+        calls.append((tuple(args[0].shape), options["max_seqlen_k"], options["workspace"]))
+        return real(*args, **options)
 
-    monkeypatch.setattr(window_selection, "fp8_mqa_logits", watched)
-    monkeypatch.setattr(window_selection, "LOGITS_BYTES", 2 * 4 * KEYS)
+    monkeypatch.setattr(window_selection, "fp8_mqa_topk", watched)
+    workspace = 2 * 4 * row_stride(KEYS, torch.float32)
+    monkeypatch.setattr(vllm_seams, "WORKSPACE_BYTES", workspace)
     with caplog.at_level(logging.INFO, LOGGER):
         vllm.install("cuda")
         assert torch.equal(prefill(engine, inputs, windows), expected_selection(inputs, windows))
-    assert shapes == [(2, KEYS)] * (ROWS // 2)
+    assert calls == [(tuple(inputs.q_fp8.shape), KEYS, workspace)]
     assert [line.split("first call")[1][:20] for line in messages(caplog)] == [
         ": torch-blocked, M=12"[:20], " of prefill-topk: sc"[:20]
     ]  # fmt: skip
+
+
+def test_scores_keep_to_the_budget_of_vllms_profile(engine, inputs, windows, monkeypatch):
+    """Which stands in an environment variable, and may be small."""
+    standins.module(monkeypatch, "vllm.envs", VLLM_SPARSE_INDEXER_MAX_LOGITS_MB=64)
+    vllm.install("cuda")
+    operands = ((inputs.q_fp8, None), (inputs.k_fp8, inputs.kv_scale), inputs.weights, *windows, KEYS)
+    assert engine.layer.fp8_fp4_mqa_logits(*operands).state.workspace_bytes == 64 * 2**20
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", 1)
+    vllm.uninstall()
+    vllm.install("cuda")
+    assert engine.layer.fp8_fp4_mqa_logits(*operands).state.workspace_bytes == 16 * 2**20
 
 
 @pytest.mark.parametrize("reader", ["candidates", "mask", "dcp"])
@@ -202,6 +215,12 @@ def test_decode(engine, form, caplog):
                 (q, None), cache, weights, lengths, tables, torch.zeros(133, 2), max_model_len=128, indices=None
             )
             assert torch.equal(logits[inside], expected[inside])
+        # A token a row, each with its table, and which of them are of one sequence.
+        flat = engine.layer.fp8_fp4_paged_mqa_logits(
+            (q.view(6, 1, *q.shape[2:]), None), cache, weights, rows.view(6, 1), tables.repeat_interleave(2, 0), None,
+            128, torch.arange(6, dtype=torch.int32) // 2,
+        )  # fmt: skip
+        assert torch.equal(flat[inside], expected[inside])
         out = torch.full((6, K), -7, dtype=torch.int32)
         engine.layer.get_indexer_topk("auto")(logits, lengths, 2, out, K, 128)
     assert torch.equal(out.sort(1).values, top_k_per_row(expected, K, None, rows.reshape(-1)).sort(1).values)
@@ -219,10 +238,15 @@ def test_decode_that_goes_to_vllm(engine, caplog):
     ):
         with pytest.raises(OriginalError):
             engine.layer.fp8_fp4_paged_mqa_logits(*call, lengths, tables, None, 64)
+    # Tokens whose table is that of their sequences.
+    arguments = (q.view(6, 1, 8, 32), None), cache, weights, lengths.view(6, 1), tables, None, 64
+    with pytest.raises(OriginalError):
+        engine.layer.fp8_fp4_paged_mqa_logits(*arguments, torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32))
     with pytest.raises(OriginalError):
         engine.layer.get_indexer_topk("persistent")(torch.zeros(6, 64), lengths, 2, None, K, 64)
     with pytest.raises(OriginalError):
         engine.layer.get_indexer_topk("auto")(torch.zeros(6, 64), lengths, 2, None, 5000, 64)
+    assert "a block table of 3 rows for 6 tokens" in caplog.text
     assert "its own selection for decode, persistent" in caplog.text
     assert "the cache is torch.uint8 of 34 a key, with D=32" in caplog.text
 
@@ -308,6 +332,8 @@ def test_rocm(monkeypatch, caplog):
         engine.rocm._launch_aiter_top_k_per_row_prefill(flat, starts, ends, indices, K)
     assert torch.equal(indices.sort(1).values, top_k_per_row(flat, K, starts, ends).sort(1).values)
     assert [line.split("first call of ")[1].split(":")[0] for line in messages(caplog)] == ["decode", "prefill-topk"]
+    with pytest.raises(OriginalError):
+        engine.rocm._launch_aiter_top_k_per_row_prefill(flat, starts, ends, indices, 5000)
     monkeypatch.setenv("VLLM_ROCM_USE_AITER", "0")
     with pytest.raises(OriginalError):
         engine.rocm.rocm_fp8_paged_mqa_logits(q, cache, weights, lengths, tables, None, 128)

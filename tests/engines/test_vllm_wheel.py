@@ -7,9 +7,13 @@ up. Nothing of vLLM is stood in for; only what it finds out about the machine, i
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import inspect
+import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -157,12 +161,34 @@ def test_where_vllm_uses_mx_scales(monkeypatch, layer):
             deep_gemm.mqa_logits_use_mx_scales.cache_clear()
 
 
-def test_glms_layer_is_reached_too():
+class NoTorchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules of torchvision, of no content: transformers' image processors, which models import on the way to this
+    layer, name it, and its wheels do not load beside a PyTorch of another build."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torchvision":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        def attribute(name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return MagicMock()
+
+        module.__getattr__ = attribute
+
+
+def test_glms_layer_is_reached_too(monkeypatch, layer):
     before = plugin.install("cuda")
-    try:
-        glm = importlib.import_module(GLM_LAYER)
-    except ModuleNotFoundError as error:
-        pytest.skip(f"{GLM_LAYER} needs {error.name}")
+    if importlib.util.find_spec("torchvision") is None:
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, NoTorchvision()])
+    glm = importlib.import_module(GLM_LAYER)
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
     ours = importlib.import_module(standins.VLLM_DEEP_GEMM).fp8_fp4_mqa_logits
     assert glm.fp8_fp4_mqa_logits is ours
     restored = plugin.uninstall()

@@ -24,7 +24,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 def fp8_mqa_topk(
     q: torch.Tensor,
-    kv: tuple[torch.Tensor, torch.Tensor],
+    kv: tuple[torch.Tensor, torch.Tensor | None],
     weights: torch.Tensor,
     cu_seqlen_ks: torch.Tensor,
     cu_seqlen_ke: torch.Tensor,
@@ -82,6 +82,8 @@ def fp8_mqa_topk(
         keys, kv_scale = kv
     except (TypeError, ValueError):
         raise TypeError(f"kv: got {type(kv).__name__}, expected the pair (k, kv_scale)") from None
+    if kv_scale is None:
+        kv_scale = mqa_logits.unit_scale(keys)
     call = MqaTopKArguments(
         q, keys, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, k, max_seqlen_k, index_base, offsets, page_table,
         page_size, order, tie, force_first, force_last, values, out, workspace, backend,

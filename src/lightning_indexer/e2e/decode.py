@@ -4,6 +4,7 @@ Every sequence begins as a copy of one prefilled prompt, in pages of its own tha
 from another token. A step of a layer is that of ``stack`` for one token a sequence, with
 
     logits = fp8_paged_mqa_logits(q [B, 1, H, D], pool, weights, lengths, block tables)           [B, context]
+    selected = top_k_per_row(...), or torch.topk; or fp8_paged_mqa_topk(...) in place of both     [B, topk]
 
 What the last layer gives is the next step's input: nothing is sampled.
 """
@@ -18,15 +19,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lightning_indexer.bench.report import table
+from lightning_indexer.calls.insert_k_cache import insert_k_cache
+from lightning_indexer.calls.mqa_topk import fp8_paged_mqa_topk
 from lightning_indexer.calls.paged_mqa_logits import fp8_paged_mqa_logits
+from lightning_indexer.calls.prepare_q import prepare_q
 from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.check.memory import no_room
 from lightning_indexer.e2e.cache import BLOCK_TOKENS, PagedKeys
 from lightning_indexer.e2e.clock import Clock
 from lightning_indexer.e2e.prompt import make_prompt
 from lightning_indexer.e2e.run import INDEXER, POLICY, Plan
-from lightning_indexer.e2e.stack import TORCH, Layer, Stack, default_dtype
-from lightning_indexer.fp8 import quantize_k
+from lightning_indexer.e2e.stack import FUSED, TORCH, Layer, Stack, default_dtype
+from lightning_indexer.problems.cache_layout import CacheLayout
 from lightning_indexer.selection.registry import BackendUnavailableError
 
 # Steps of a timed run between two of the other side.
@@ -43,22 +47,22 @@ class _Keys:
         blocks, head_dim = -(-tokens // BLOCK_TOKENS), k.shape[1]
         order = torch.randperm(batch * blocks, generator=generator, device=generator.device).to(k.device)
         self.tables = order.view(batch, blocks).to(torch.int32)
-        width = head_dim + 4
-        self.pool = torch.zeros((batch * blocks, BLOCK_TOKENS, 1, width), dtype=torch.uint8, device=k.device)
+        self._first = self.tables.long() * BLOCK_TOKENS  # each block's slot in the pool
+        self.layout = CacheLayout(BLOCK_TOKENS, head_dim)
+        self.pool = torch.zeros((batch * blocks, *self.layout.block_shape), dtype=torch.uint8, device=k.device)
         flat = self.pool.view(batch * blocks, -1)
-        self._values = flat[:, : BLOCK_TOKENS * head_dim].view(-1, BLOCK_TOKENS, head_dim)
-        self._scales = flat[:, BLOCK_TOKENS * head_dim :].view(torch.float32)
+        values = flat[:, : BLOCK_TOKENS * head_dim].view(-1, BLOCK_TOKENS, head_dim)
+        scales = flat[:, BLOCK_TOKENS * head_dim :].view(torch.float32)
         positions = torch.arange(context, device=k.device)
         for row in order.view(batch, blocks):
             block = row[positions // BLOCK_TOKENS]
-            self._values[block, positions % BLOCK_TOKENS] = k.view(torch.uint8)
-            self._scales[block, positions % BLOCK_TOKENS] = scale
+            values[block, positions % BLOCK_TOKENS] = k.view(torch.uint8)
+            scales[block, positions % BLOCK_TOKENS] = scale
 
-    def write(self, position: int, k: torch.Tensor, scale: torch.Tensor) -> None:
-        """Stores one key of each sequence, [B, D] fp8 and [B]."""
-        block = self.tables[:, position // BLOCK_TOKENS].long()
-        self._values[block, position % BLOCK_TOKENS] = k.view(torch.uint8)
-        self._scales[block, position % BLOCK_TOKENS] = scale
+    def write(self, position: int, k: torch.Tensor) -> None:
+        """Quantises and stores one key of each sequence, [B, D]."""
+        slots = self._first[:, position // BLOCK_TOKENS] + position % BLOCK_TOKENS
+        insert_k_cache(k, self.pool, slots, layout=self.layout)
 
 
 class Decoder:
@@ -127,15 +131,15 @@ class Decoder:
             q = self._rotary((c @ layer.w_iq).view(self.batch, d.index_heads, d.index_dim))
             gates = (1.0 + (h @ layer.w_iw).float()) * (d.index_heads * d.index_dim) ** -0.5
         with clock.phase("quantise"):
-            keys.write(self.position, *quantize_k(k))
-            flat, q_scale = quantize_k(q.reshape(-1, d.index_dim))
-            weights = gates * q_scale.view_as(gates)
+            keys.write(self.position, k)
+            q_fp8, weights = prepare_q(q, gates, weight_scale=1.0)
+            operands = q_fp8[:, None], keys.pool, weights, lengths, keys.tables
         backend, selection = backends
         with clock.phase("scoring"):
-            logits = fp8_paged_mqa_logits(
-                flat.view(self.batch, 1, d.index_heads, d.index_dim), keys.pool, weights, lengths, keys.tables,
-                self.tokens, clean_logits=selection == TORCH, backend=backend,
-            )  # fmt: skip
+            if selection == FUSED:
+                fp8_paged_mqa_topk(*operands, out.shape[1], max_context_len=self.tokens, out=out, backend=backend)
+                return
+            logits = fp8_paged_mqa_logits(*operands, self.tokens, clean_logits=selection == TORCH, backend=backend)
         with clock.phase("selection"):
             if selection != TORCH:
                 top_k_per_row(logits, out.shape[1], None, lengths, out=out, backend=selection)

@@ -83,11 +83,13 @@ class Notes:
             "%s: lightning-indexer took its first call: %s, %s on %s", self.engine, name, problem, arch.name
         )
 
-    def took(self, seam: str, what: str) -> None:
-        """A call of a seam has run here. Says so the first time for each."""
+    def took(self, seam: str, what: str, *values: object) -> None:
+        """A call of a seam has run here. Says so the first time for each, with the values in ``what``, as logging does:
+        every call comes by, and nothing is made of them but then."""
         if seam not in self._taken and not torch.compiler.is_compiling():
             self._taken.add(seam)
-            self.logger.info("%s: lightning-indexer took its first call of %s: %s", self.engine, seam, what)
+            values = tuple(list(value) if isinstance(value, torch.Size) else value for value in values)
+            self.logger.info("%s: lightning-indexer took its first call of %s: %s", self.engine, seam, what % values)
 
     def passed_on(self, reason: str) -> None:
         """A call goes to the engine's own function. Says why, the first time for each reason."""

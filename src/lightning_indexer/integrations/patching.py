@@ -16,7 +16,7 @@ import logging
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -231,7 +231,7 @@ _IGNORED = frozenset(
 
 
 def text_of(function: Callable[..., Any]) -> str:
-    """A digest of a function's source without comments, layout and docstring.
+    """A digest of a function's source without comments, layout and docstring; of any version of Python the same.
 
     Raises:
         IntegrationError: there is no source.
@@ -240,13 +240,34 @@ def text_of(function: Callable[..., Any]) -> str:
         lines, _ = inspect.getsourcelines(inspect.unwrap(function))
     except (OSError, TypeError) as error:
         raise IntegrationError(f"{function!r} has no source to compare ({error})") from error
-    source = inspect.cleandoc("\n" + "".join(lines))
-    tokens = [
-        token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in _IGNORED
-    ]
+    return digest_of("".join(lines))
+
+
+def digest_of(source: str) -> str:
+    """That of a function's source."""
+    tokens = list(_tokens(inspect.cleandoc("\n" + source)))
     # A docstring stands behind the colon that ends the signature.
     body = [text for before, text in zip(["", *tokens], tokens, strict=False) if not _is_docstring(before, text)]
     return hashlib.sha256(" ".join(body).encode()).hexdigest()[:16]
+
+
+def _tokens(source: str) -> Iterator[str]:
+    """The tokens that count. An f-string is one, as it is before Python 3.12, which takes it apart."""
+    lines, depth, begin = source.splitlines(keepends=True), 0, (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        name = tokenize.tok_name[token.type]
+        if name in ("FSTRING_START", "TSTRING_START"):
+            if depth == 0:
+                begin = token.start
+            depth += 1
+        elif name in ("FSTRING_END", "TSTRING_END"):
+            depth -= 1
+            if depth == 0:
+                (first, left), (last, right) = begin, token.end
+                inside = [*lines[first - 1 : last - 1], lines[last - 1][:right]]
+                yield "".join(inside)[left:]
+        elif depth == 0 and token.type not in _IGNORED:
+            yield token.string
 
 
 def _is_docstring(before: str, text: str) -> bool:

@@ -28,13 +28,15 @@ from lightning_indexer import envs
 from lightning_indexer.arch import arch_of
 from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.fp8 import FP8_DTYPES
-from lightning_indexer.integrations import aiter, deep_gemm, top_k
+from lightning_indexer.integrations import aiter, deep_gemm
 from lightning_indexer.integrations.notes import Notes, check_environment
 from lightning_indexer.integrations.patching import Function, Integration, IntegrationError, Seam, distribution_version
 
 Platform = Literal["rocm", "cuda"]
 
 _BYTES = (torch.uint8,)
+# What the log calls a selection, by SGLang's method.
+_TAKEN = {"PAGED": "selection, PAGED", "RAGGED": "selection, RAGGED"}
 
 _AITER_PARAMETERS = ("Q", "KV", "kv_scales", "weights", "cu_starts", "cu_ends")
 _AITER_PAGED = ("q_fp8", "kv_cache", "weights", "out_logits", "context_lens", "kv_indices", "max_model_len")
@@ -175,7 +177,7 @@ def topk_transform(
         reason = "SGLang asks for a selection that is not fused with the page table"
     elif batch_idx_list is not None:
         reason = "rows of chosen requests (prefill context parallelism)"
-    elif _takes(method, logits, lengths, attn_metadata, topk_indices_offset, row_starts):
+    elif _takes(method, rows, lengths, attn_metadata, topk_indices_offset, row_starts):
         reason = None
     else:
         reason = f"a selection of method {method} whose rows are not those of the page table"
@@ -187,29 +189,26 @@ def topk_transform(
         )  # fmt: skip
         return theirs
     if method == "RAGGED":
-        assert topk_indices_offset is not None
-        result = top_k.sglang_topk_transform_ragged(logits, lengths, topk_indices_offset, topk, row_starts)
+        ends = lengths if row_starts is None else lengths + row_starts
+        result = top_k_per_row(logits, topk, row_starts, ends, index_base="offset", offsets=topk_indices_offset)
     else:
         page_table, page_size = attn_metadata.real_page_table, attn_metadata.page_size
-        found = top_k_per_row(
+        result = top_k_per_row(
             logits, topk, None, lengths, index_base="page", page_table=page_table, page_size=page_size
         )
-        assert isinstance(found, torch.Tensor)
-        result = found
-    _NOTES.took(f"selection, {method}", f"M={rows} k={topk}")
-    return result
+    _NOTES.took(_TAKEN[str(method)], "M=%d k=%d", rows, topk)
+    return result  # type: ignore[return-value]  # no values were asked for
 
 
 def _takes(
     method: str | None,
-    logits: torch.Tensor,
+    rows: int,
     lengths: torch.Tensor,
     attn_metadata: Any,
     offsets: torch.Tensor | None,
     row_starts: torch.Tensor | None,
 ) -> bool:
     """A row of logits for each row of the page table, from column 0 on; or for each offset."""
-    rows = logits.shape[0]
     if lengths.shape[0] != rows:
         return False
     if method == "PAGED":
@@ -279,7 +278,7 @@ def _taking_over(
         if not torch.compiler.is_compiling():
             told = True
             if keys is _BYTES:
-                _NOTES.took("decode", f"q {list(given[0].shape)}")
+                _NOTES.took("decode", "q %s", given[0].shape)
             elif not _NOTES.first_call_told:
                 bound = signature.bind(*args, **options).arguments
                 width, clean = bound.get("max_seqlen_k", 0), bound.get("clean_logits", True)

@@ -35,8 +35,8 @@ def vllm_top_k_per_row_prefill(
         TypeError, ValueError: as :func:`lightning_indexer.top_k_per_row`; strides that are not those of ``logits``.
     """
     logits = _rows(logits, num_rows, stride0, stride1)
-    out = raw_topk_indices[:num_rows, :topk_tokens]
-    top_k_per_row(logits, topk_tokens, cu_seqlen_ks[:num_rows], cu_seqlen_ke[:num_rows], out=out)
+    out = corner(raw_topk_indices, num_rows, topk_tokens)
+    top_k_per_row(logits, topk_tokens, first(cu_seqlen_ks, num_rows), first(cu_seqlen_ke, num_rows), out=out)
 
 
 def vllm_top_k_per_row_decode(
@@ -63,7 +63,7 @@ def vllm_top_k_per_row_decode(
     """
     logits = _rows(logits, num_rows, stride0, stride1)
     ends = _lengths(seq_lens, next_n, num_rows)
-    top_k_per_row(logits, topk_tokens, None, ends, out=raw_topk_indices[:num_rows, :topk_tokens])
+    top_k_per_row(logits, topk_tokens, None, ends, out=corner(raw_topk_indices, num_rows, topk_tokens))
 
 
 def aiter_top_k_per_row_prefill(
@@ -209,7 +209,20 @@ def _rows(logits: torch.Tensor, rows: int, stride0: int, stride1: int) -> torch.
         raise ValueError(f"stride0: got {stride0}, expected {logits.stride(0)}, the row stride of logits")
     if logits.shape[1] > 1 and stride1 != logits.stride(1):
         raise ValueError(f"stride1: got {stride1}, expected {logits.stride(1)}, the column stride of logits")
-    return logits[:rows]
+    return first(logits, rows)
+
+
+# A view costs a microsecond or two, and engines mostly give what is asked for.
+
+
+def first(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows of a tensor, itself where it has no more."""
+    return tensor if tensor.shape[0] == rows else tensor[:rows]
+
+
+def corner(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The first columns of the first rows of a tensor [.., ..]."""
+    return tensor if tensor.shape == (rows, columns) else tensor[:rows, :columns]
 
 
 def _lengths(seq_lens: torch.Tensor, next_n: int, rows: int) -> torch.Tensor:
@@ -222,7 +235,7 @@ def _lengths(seq_lens: torch.Tensor, next_n: int, rows: int) -> torch.Tensor:
         raise ValueError(
             f"seq_lens: got {count} lengths, expected {rows // next_n}, one a sequence, or {rows}, one a row"
         )
-    return seq_lens.reshape(-1)
+    return seq_lens if seq_lens.dim() == 1 else seq_lens.reshape(-1)
 
 
 def _ends(lengths: torch.Tensor, row_starts: torch.Tensor | None) -> torch.Tensor:

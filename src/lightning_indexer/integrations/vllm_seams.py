@@ -9,6 +9,7 @@ candidate blocks of DeepSeek-V4.1 and the merge of decode context parallelism, i
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_indexer.fp8 import FP8_DTYPES
 from lightning_indexer.integrations import aiter, cache, deep_gemm, top_k
 from lightning_indexer.integrations.notes import Notes
 from lightning_indexer.integrations.patching import Function, Seam
-from lightning_indexer.integrations.window_selection import select_in_windows
+from lightning_indexer.integrations.window_selection import WORKSPACE_BYTES, select_in_windows
 from lightning_indexer.problems.mqa_logits import row_stride
 from lightning_indexer.problems.top_k import MAX_K
 
@@ -37,15 +38,18 @@ LAYER_TEXT = "1ed9bd170c15eda1"
 _WINDOWS = ("cu_seqlen_ks", "cu_seqlen_ke")
 _SCORES = (torch.float32, torch.bfloat16, torch.float16)
 _UNLIMITED = 2**62  # bytes
+# MiB: four rows of a million keys.
+LEAST_BUDGET = 16
 
 
 @dataclass(slots=True)
 class State:
     """What calls of this process came to, for the planner: chunks that were selected from without logits of their own,
-    and those whose scores were made or read."""
+    and those whose scores were made or read; and what their scores may take at a time."""
 
     fused: int = 0
     read: int = 0
+    workspace_bytes: int = WORKSPACE_BYTES
 
 
 @dataclass(slots=True)
@@ -83,18 +87,26 @@ class Pending:
         """The best of columns [starts, ends) of each row, relative to its start."""
         self.state.fused += 1
         ks, ke = self.ks + starts, torch.minimum(self.ke, self.ks + ends)
-        select_in_windows(self.q, self.kv, self.weights, ks, ke, out, width=self.width)
+        select_in_windows(
+            self.q, self.kv, self.weights, ks, ke, out, width=self.width, workspace=self.state.workspace_bytes
+        )
 
 
 def seams(names: tuple[str, ...], platform: str, notes: Notes, *, deferred: bool) -> list[Seam]:
     """The seams of these names; ``deferred``: vLLM's layer is the known one, and prefill may be fused."""
-    state = State()
+    state = State(workspace_bytes=_logits_budget())
     made = _rocm(notes) if platform == "rocm" else _cuda(notes, state)
     deferring = deferred and platform == "cuda" and {"prefill", "prefill-topk"} <= set(names)
     found = list(made["deferred"]) if deferring else []
     for name in names:
         found += made.get(name, ())
     return found
+
+
+def _logits_budget() -> int:
+    """What vLLM's memory profile leaves to a chunk's logits, and its planner keeps to, in bytes."""
+    megabytes = getattr(sys.modules.get("vllm.envs"), "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", None)
+    return WORKSPACE_BYTES if megabytes is None else max(int(megabytes), LEAST_BUDGET) * 2**20
 
 
 # CUDA
@@ -170,7 +182,7 @@ def _insert(original: Function, *, notes: Notes) -> Function:
             original(k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype)
             return
         cache.indexer_k_quant_and_cache(k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype)
-        notes.took("cache, insertion", f"k {list(k.shape)}, page {kv_cache.shape[1]}")
+        notes.took("cache, insertion", "k %s, page %d", k.shape, kv_cache.shape[1])
 
     return indexer_k_quant_and_cache
 
@@ -188,7 +200,7 @@ def _gather(original: Function, *, notes: Notes) -> Function:
             original(kv_cache, dst_k, dst_scale, block_table, cu_seq_lens)
             return
         cache.cp_gather_indexer_k_quant_cache(kv_cache, dst_k, dst_scale, block_table, cu_seq_lens)
-        notes.took("cache, gather", f"k {list(dst_k.shape)}, page {kv_cache.shape[1]}")
+        notes.took("cache, gather", "k %s, page %d", dst_k.shape, kv_cache.shape[1])
 
     return cp_gather_indexer_k_quant_cache
 
@@ -240,9 +252,9 @@ def _prefill_top_k(original: Function, *, notes: Notes) -> Function:
         fits = topk_tokens <= MAX_K
         if isinstance(logits, Pending):
             if logits.logits is None and fits:
-                out = raw_topk_indices[:num_rows, :topk_tokens]
-                logits.select(cu_seqlen_ks[:num_rows], cu_seqlen_ke[:num_rows], out)
-                notes.took("prefill-topk", f"scoring and selection in one, k={topk_tokens}")
+                out = top_k.corner(raw_topk_indices, num_rows, topk_tokens)
+                logits.select(top_k.first(cu_seqlen_ks, num_rows), top_k.first(cu_seqlen_ke, num_rows), out)
+                notes.took("prefill-topk", "scoring and selection in one, k=%d", topk_tokens)
                 return
             logits = logits.read()
             stride0, stride1 = logits.stride()
@@ -253,7 +265,7 @@ def _prefill_top_k(original: Function, *, notes: Notes) -> Function:
         top_k.vllm_top_k_per_row_prefill(
             logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, num_rows, stride0, stride1, topk_tokens
         )
-        notes.took("prefill-topk", f"M={num_rows} W={logits.shape[1]} k={topk_tokens}")
+        notes.took("prefill-topk", "M=%d W=%d k=%d", num_rows, logits.shape[1], topk_tokens)
 
     return top_k_per_row_prefill
 
@@ -295,6 +307,9 @@ def _decode(original: Function, *, notes: Notes) -> Function:
         reason = (
             "q has scales, which makes it FP4 or MX" if scale is not None else _not_plain_cache(q[0], kv_cache, weights)
         )
+        # With ``indices`` vLLM repeats the table for each token: they say which rows have one in common.
+        if reason is None and indices is not None and block_tables.shape[0] != values.shape[0]:
+            reason = f"a block table of {block_tables.shape[0]} rows for {values.shape[0]} tokens"
         if reason is not None:
             notes.passed_on(reason)
             theirs: torch.Tensor = original(
@@ -306,7 +321,7 @@ def _decode(original: Function, *, notes: Notes) -> Function:
         result = deep_gemm.fp8_paged_mqa_logits(
             values, kv_cache, weights, context_lens, block_tables, None, max_model_len
         )
-        notes.took("decode", f"q {list(values.shape)}, page {kv_cache.shape[1]}")
+        notes.took("decode", "q %s, page %d", values.shape, kv_cache.shape[1])
         return result
 
     return fp8_fp4_paged_mqa_logits
@@ -337,7 +352,7 @@ def _decode_top_k(original: Function, *, notes: Notes) -> Function:
             top_k.vllm_top_k_per_row_decode(
                 logits, next_n, lengths, topk_indices, rows, logits.stride(0), logits.stride(1), topk_tokens
             )
-            notes.took("decode-topk", f"M={rows} W={logits.shape[1]} k={topk_tokens}")
+            notes.took("decode-topk", "M=%d W=%d k=%d", rows, logits.shape[1], topk_tokens)
 
         return select
 
@@ -377,7 +392,7 @@ class Planner:
         max_logits_bytes: int,
         request_offset: int = 0,
     ) -> Any:
-        self.notes.took("planner", f"chunks of {workspace_size} keys and any number of rows")
+        self.notes.took("planner", "chunks of %d keys and any number of rows", workspace_size)
         return self.original(
             compressed_seq_lens_cpu, prefill_query_lens_cpu, workspace_size, _UNLIMITED, request_offset=request_offset
         )
@@ -447,11 +462,15 @@ def _rocm_prefill_top_k(original: Function, *, notes: Notes) -> Function:
         indices: torch.Tensor,
         topk_tokens: int,
     ) -> None:
+        if topk_tokens > MAX_K or logits.dtype not in _SCORES:
+            notes.passed_on(f"k is {topk_tokens}, logits are {logits.dtype}")
+            original(logits, row_starts, row_ends, indices, topk_tokens)
+            return
         lightning_indexer.top_k_per_row(
             logits, topk_tokens, row_starts, row_ends, order="any", out=indices[:, :topk_tokens],
             backend=rocm_backend(),
         )  # fmt: skip
-        notes.took("prefill-topk", f"M={logits.shape[0]} W={logits.shape[1]} k={topk_tokens}")
+        notes.took("prefill-topk", "M=%d W=%d k=%d", *logits.shape, topk_tokens)
 
     return _launch_aiter_top_k_per_row_prefill
 
@@ -482,7 +501,7 @@ def _rocm_decode(original: Function, *, notes: Notes) -> Function:
             q_fp8, kv_cache_fp8, weights, context_lens, block_tables, None, max_model_len,
             order="flat" if compress_ratio == 4 else None,
         )  # fmt: skip
-        notes.took("decode", f"q {list(q_fp8.shape)}, page {kv_cache_fp8.shape[1]}")
+        notes.took("decode", "q %s, page %d", q_fp8.shape, kv_cache_fp8.shape[1])
         return result
 
     return rocm_fp8_paged_mqa_logits

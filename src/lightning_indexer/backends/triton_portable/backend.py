@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_indexer.amd import triton_amd
-from lightning_indexer.backends.row_waves import CompiledRowWaves
+from lightning_indexer.backends.row_waves import CompiledRowWaves, measured_wave_bytes
 from lightning_indexer.backends.selections import SELECTIONS
 from lightning_indexer.backends.triton_portable.gather_k_cache import GatherKCache
 from lightning_indexer.backends.triton_portable.insert_k_cache import InsertKCache
@@ -24,7 +24,7 @@ class TritonPortable:
     summary = "one Triton kernel for NVIDIA sm80 and newer and AMD gfx9/gfx12"
     kernels: ClassVar = {
         "fp8_mqa_logits": MqaLogits(),
-        "fp8_mqa_topk": CompiledRowWaves(MqaLogits(), SELECTIONS),
+        "fp8_mqa_topk": CompiledRowWaves(MqaLogits(), SELECTIONS, wave_bytes=measured_wave_bytes),
         "fp8_paged_mqa_logits": PagedMqaLogits(),
         "gather_k_cache": GatherKCache(),
         "insert_k_cache": InsertKCache(),

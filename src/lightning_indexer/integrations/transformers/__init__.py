@@ -2,7 +2,7 @@
 
 Their eager code makes [B, S, H, T] float32 scores. :func:`install` replaces the ``forward`` of the indexer classes, or
 of the indexers of one model: projections and rotary embedding stay those of the model, scoring and selection are
-``fp8_mqa_logits`` and ``top_k_per_row``, some rows at a time. docs/engines.md has the details.
+``fp8_mqa_topk``, some rows at a time. docs/engines.md has the details.
 
 Reads transformers 5.17 and newer. What is replaced is known by its text: a class whose code changed is refused.
 """
@@ -188,12 +188,22 @@ def _check(indexer: Indexer, owner: type, version: str) -> None:
 
 
 def _original(owner: type, path: str) -> Callable[..., Any]:
-    """A method by name, of the class or, behind a dot, of a class of its module; as it was before :func:`install`."""
-    if "." in path:
-        other, path = path.split(".")
-        owner = getattr(importlib.import_module(owner.__module__), other)
+    """A method of the class; or of its module, a function or, behind a dot, a method of another class. As it was before
+    :func:`install`.
+
+    Raises:
+        IntegrationError: there is none.
+    """
+    holder: Any = owner
+    if path not in vars(owner):
+        holder = importlib.import_module(owner.__module__)
+        if "." in path:
+            other, path = path.split(".")
+            holder = getattr(holder, other, None)
+    method: Callable[..., Any] | None = getattr(holder, "__dict__", {}).get(path)
+    if method is None:
+        raise IntegrationError(f"{owner.__module__} has no {path}: this version has another indexer")
     for patch in _PATCHES:
-        if patch.owner is owner and patch.attribute == path and patch.original is not _NOTHING:
+        if patch.owner is holder and patch.attribute == path and patch.original is not _NOTHING:
             return patch.original  # type: ignore[return-value]
-    method: Callable[..., Any] = vars(owner)[path]
     return method
