@@ -411,6 +411,18 @@ def test_the_command(tmp_path, monkeypatch):
     assert json.loads((folder / "e2e.json").read_text())["runs"][0]["selected"] == 4
 
 
+def test_the_command_where_scoring_selects(tmp_path, monkeypatch):
+    """A side without a phase of selection has no ratio of it."""
+    monkeypatch.setattr("lightning_indexer.cli.engines.MODELS", {"glm-5.2": TINY})
+    monkeypatch.setattr(type(TINY), "small", lambda self: self)
+    arguments = ("--context", "128", "--repeats", "1", "--needles", "4", "--no-trace", "--rows", "4")
+    result = invoke(*arguments, "--select-a", "policy", "--select-b", "fused", "--results", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "e2e.md").read_text()
+    assert "indexer A / B" in text
+    assert "selection A / B" not in text
+
+
 def test_sides_that_name_backends_select_alike(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_indexer.cli.engines.MODELS", {"glm-5.2": TINY})
     monkeypatch.setattr(type(TINY), "small", lambda self: self)

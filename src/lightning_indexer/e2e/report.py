@@ -43,6 +43,7 @@ def markdown(plan: Plan, results: Sequence[Result], facts: dict[str, str], comma
         ratios = ", ".join(
             f"{name} A / B {a.seconds(*phases) / b.seconds(*phases):.3f}"
             for name, phases in (("scoring", ("scoring",)), ("selection", ("selection",)), ("indexer", INDEXER))
+            if a.seconds(*phases) and b.seconds(*phases)  # a side whose scoring selects has no time of selection
         )
         lines.append(f"\ncontext {result.context}: TTFT A / B {a.median_ttft / b.median_ttft:.3f}, {ratios}")
         for side in result.sides:
