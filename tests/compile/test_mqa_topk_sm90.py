@@ -48,7 +48,7 @@ def test_plans_fit(heads, k):
             blocks = -(-min(config.wave, rows) // config.product.rows)
             assert config.places >= blocks + max(0, H200.units - blocks)
             # Offsets of candidates are int32, and so are those of the counts.
-            assert config.places * plan.place_bytes // (4 + config.code_bytes) < 2**31
+            assert config.places * plan.place_bytes // mqa_topk_config.CANDIDATE_BYTES < 2**31
             # Windows without a gate fit into the lists, and those that hold no more than k are among them.
             assert config.ungated >= k
             assert config.capacity >= config.rank * config.stride
@@ -60,25 +60,20 @@ def test_plans_fit(heads, k):
 
 
 def test_lists_of_the_usual_shapes_need_few_waves():
-    # Six bytes a candidate: with eight, 4096 rows are three waves.
     for heads in (32, 64):
-        for (rows, keys), waves in {(4096, 32768): 2, (1024, 131072): 1, (512, 262144): 1}.items():
+        for (rows, keys), waves in {(4096, 32768): 3, (1024, 131072): 1, (512, 262144): 1}.items():
             problem = _problem(rows, keys, heads)
             config = mqa_topk_config.gate_config(problem, H200)
-            assert config.code_bytes == 2
             assert mqa_topk_config.Plan(problem, config).waves == waves
-    # A code of two bytes does not count the keys of a longer piece.
-    longest = mqa_topk_config.SHORT_CODES
-    for keys, code_bytes in ((longest, 2), (longest + 1, 4)):
-        assert mqa_topk_config.gate_config(_problem(64, keys), H200).code_bytes == code_bytes
-        assert (-(-keys // 64) + 1) // 2 * 16 <= 2 ** (8 * code_bytes)
+            assert config.sampled >= rows
+            assert config.again % config.product.rows == 0
 
 
 def test_regions_of_the_workspace_do_not_overlap():
     problem = _problem(4096, 32768)
     plan = mqa_topk_config.Plan(problem, mqa_topk_config.gate_config(problem, H200))
-    assert plan.offset["scores"] == plan.offset["main"] < plan.offset["codes"] < plan.bytes
-    starts = sorted(start for name, start in plan.offset.items() if name not in ("scores", "codes"))
+    assert plan.offset["main"] == plan.fixed < plan.bytes
+    starts = sorted(plan.offset.values())
     assert len(set(starts)) == len(starts)
     assert all(start % 256 == 0 for start in starts)
     sizes = {"gates": 16 * 4096, "redo": 4 * 4096, "sampled_k": 1024 * 128, "middles": 8 * 132}
@@ -88,7 +83,7 @@ def test_regions_of_the_workspace_do_not_overlap():
 
 
 def test_a_small_workspace_takes_waves():
-    # A place for every CTA is 48 MiB where lists are as long as k = 4096 asks for, of eight rows each.
+    # A place for every CTA is 80 MiB where lists are as long as k = 4096 asks for, of eight rows each.
     small = _problem(4096, 32768, 32, 4096)._replace(workspace_bytes=2**25)
     for problem in (_problem(4096, 32768)._replace(workspace_bytes=2**22), small):
         assert mqa_topk_config.gate_config(problem, H200) is None
@@ -97,10 +92,10 @@ def test_a_small_workspace_takes_waves():
 
 def test_which_path():
     kernel = mqa_topk.MqaTopK()
-    for rows, keys in ((1024, 131072), (512, 262144), (4096, 131072)):
+    for rows, keys in ((4096, 32768), (1024, 131072), (512, 262144), (4096, 131072)):
         assert isinstance(kernel.config(_problem(rows, keys), H200), mqa_topk_config.GateConfig)
     others = [
-        _problem(8192, 8192), _problem(4096, 32768), _problem(64, 131072), _problem(1024, 131072, heads=128),
+        _problem(8192, 8192), _problem(16384, 16384), _problem(64, 131072), _problem(1024, 131072, heads=128),
         _problem(1024, 131072)._replace(workspace_bytes=2**29),
         _problem(1024, 131072, order="score"), _problem(1024, 131072, tie="larger"), _problem(512, 2**20 + 1),
         _problem(1024, 131072)._replace(force_first=4),
@@ -151,7 +146,6 @@ def test_every_output_compiles(base):
     page = 64 if base == "page" else 0
     problem = _problem(512, 2**20, 64, 4096, index_base=base, values=True, page_size=page)
     config = mqa_topk_config.gate_config(problem, H200)
-    assert config.code_bytes == 4
     parts = mqa_topk.parts(problem, config)
     for name in ("product", "select", "redo") if base == "page" else ("select",):
         assert "0 bytes spill stores" in _build(parts[name]), name

@@ -176,11 +176,30 @@ def test_compiled_caller(device):
 
 
 @pytest.mark.parametrize("heads", [32, 64])
-@pytest.mark.parametrize("window", ["causal", "short", "odd"])
-def test_the_gate_of_hopper_is_the_two_calls(heads, window, device):
-    """Scores that do not fit into the workspace, NaN among them; windows of fewer than k positions among the rows."""
-    rows, keys, k = 1030, 20011, 2048
-    problem = MqaTopKProblem(MqaLogitsProblem(rows, keys, heads, 128, clean_logits=False), TopKProblem(rows, keys, k))
+@pytest.mark.parametrize("window", ["causal", "short", "odd", "tiny", "none"])
+@pytest.mark.parametrize("values", [False, True])
+def test_the_gate_of_hopper_is_the_two_calls(heads, window, values, device):
+    """NaN among the scores; windows of fewer than k positions, of less than a tile for each worker, and of none."""
+    _check_gate(heads, window, values, device, 1030, 20011)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize(("rows", "keys"), [(300, 150000), (9, 2**20), (5000, 9001), (1, 300000)])
+def test_the_gate_of_hopper_at_other_shapes(heads, rows, keys, device):
+    """Bitmaps in several parts; row blocks that are cut many times, and pieces of many row blocks."""
+    _check_gate(heads, "causal", True, device, rows, keys)
+
+
+@pytest.mark.parametrize("operands", ["ascending", "descending", "equal", "sampled", "miss", "hot"])
+def test_the_gate_of_hopper_on_hard_rows(operands, device):
+    """Sorted and equal rows; gates that are too high, by the sample or by all that is sampled; lists that are full."""
+    _check_gate(32, "causal", True, device, 600, 30000, operands)
+
+
+def _check_gate(heads, window, values, device, rows, keys, operands="random"):
+    k = 2048
+    selection = TopKProblem(rows, keys, k, values=values)
+    problem = MqaTopKProblem(MqaLogitsProblem(rows, keys, heads, 128, clean_logits=False), selection)
     _gate("cuda-sm90", problem, device)
     kernel, arch = registry.kernel("cuda-sm90", "fp8_mqa_topk"), arch_of(device)
     config = gate_config(problem, arch)
@@ -188,24 +207,46 @@ def test_the_gate_of_hopper_is_the_two_calls(heads, window, device):
     generator = torch.Generator(device=device).manual_seed(heads)
     q = torch.randn(rows, heads, 128, device=device, generator=generator).to(torch.float8_e4m3fn)
     keys_, scale = torch.randn(keys, 128, device=device, generator=generator), torch.ones(keys, device=device)
-    scale[::11] = float("nan")
     weights = torch.randn(rows, heads, device=device, generator=generator)
+    position = torch.arange(keys, device=device)
+    if operands == "random":
+        scale[::11] = float("nan")
+    else:
+        keys_ = keys_[:1].expand(keys, 128)
+        weights = weights.abs() + 0.1
+    if operands in ("ascending", "descending"):
+        scale = 1.0 + (position if operands == "ascending" else keys - position) / keys
+    if operands in ("sampled", "miss"):  # what is sampled is above all others, or what is not
+        scale = 1.0 + torch.rand(keys, device=device, generator=generator)
+        scale[_sampled(keys, config.stride).to(device)] = 3.0 if operands == "miss" else 0.5
+    if operands == "hot":  # keys of one math warp
+        scale = 1.0 + torch.rand(keys, device=device, generator=generator)
+        scale[position % 128 < 16] += 1.0
     row = torch.arange(rows, device=device)
     starts, ends = {
         "causal": (row * 0, keys - rows + row + 1),
         "short": (row * 7 % keys, row * 7 % keys + row * 37 % 4000),
         "odd": (row * 7919 % (keys + 400) - 200, row * 104729 % (keys + 900)),
+        "tiny": (row // 8 * 50 % keys, row // 8 * 50 % keys + row % 3 * 40),
+        "none": (row, row),
     }[window]
-    kv = (keys_.to(torch.float8_e4m3fn), scale)
+    kv = (keys_.to(torch.float8_e4m3fn).contiguous(), scale)
     windows = (starts.int(), ends.int())
     logits = fp8_mqa_logits(q, kv, weights, *windows, clean_logits=False, backend="cuda-sm90")
-    expected = top_k_per_row(logits, k, *windows, backend="cuda-sm90")
+    expected = top_k_per_row(logits, k, *windows, values=values, backend="cuda-sm90")
+    indices, scores = expected if values else (expected, None)
     run = kernel.launch(problem, arch, config)
     workspace = torch.full((run.workspace_bytes,), 0xFF, dtype=torch.uint8, device=device)
-    out = torch.empty(rows, k, dtype=torch.int32, device=device)
-    call = MqaTopKCall(q, *kv, weights, *windows, None, None, out, None, workspace)
+    out = torch.full((rows, k), -7, dtype=torch.int32, device=device)
+    found = torch.full((rows, k), -7.0, device=device) if values else None
+    call = MqaTopKCall(q, *kv, weights, *windows, None, None, out, found, workspace)
+
+    def check():
+        assert torch.equal(out, indices)
+        assert found is None or torch.equal(found, scores)
+
     run(call)
-    assert torch.equal(out, expected)
+    check()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(call)
@@ -213,4 +254,12 @@ def test_the_gate_of_hopper_is_the_two_calls(heads, window, device):
         out.fill_(-7)
         workspace.fill_(0xFF)
         graph.replay()
-        assert torch.equal(out, expected)
+        check()
+
+
+def _sampled(keys, stride):
+    """The positions that sample.cuh takes."""
+    i = torch.arange(-(-keys // stride), dtype=torch.int64)
+    mixed = (i * 0x9E3779B1 & 0xFFFFFFFF) ^ ((i * 0x85EBCA6B & 0xFFFFFFFF) >> 13)
+    span = (keys - i * stride).clamp(max=stride)
+    return i * stride + ((mixed >> 8 & 0xFFFF) * span >> 16)

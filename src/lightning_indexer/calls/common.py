@@ -44,6 +44,22 @@ functorch = torch._C._functorch.peek_interpreter_stack
 tracing = torch._C._get_tracing_state
 
 
+def tensors_of(call: Any) -> list[torch.Tensor]:
+    return [argument for argument in call if isinstance(argument, torch.Tensor)]
+
+
+def workspace(given: torch.Tensor | int | None, needed: int, device: torch.device) -> torch.Tensor | None:
+    """What a run works in: the caller's, where it has room for it, or a new one."""
+    room = given.numel() if isinstance(given, torch.Tensor) else given
+    if room is not None and room < needed:
+        raise ValueError(f"workspace: got {room} bytes, expected at least {needed} for this call")
+    if not isinstance(given, torch.Tensor):
+        return torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
+    if needed and given.data_ptr() & 15:
+        raise ValueError("workspace: got an address off a 16-byte boundary, expected one on it")
+    return given
+
+
 def facts(operation: str, tensors: Sequence[Any], *others: Any) -> object:
     """What a plan may depend on, of a call whose tensors come as they are; None where one is no dense tensor.
 

@@ -88,7 +88,7 @@ def fp8_mqa_topk(
         q, keys, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, k, max_seqlen_k, index_base, offsets, page_table,
         page_size, order, tie, force_first, force_last, values, out, workspace, backend,
     )  # fmt: skip
-    if torch.compiler.is_compiling() or _dispatch_modes() or common.needs_operator(_tensors(call)):
+    if torch.compiler.is_compiling() or common.dispatch_modes() or common.needs_operator(common.tensors_of(call)):
         return _through_operator(call)
     return _run(_RAGGED, call)
 
@@ -144,7 +144,7 @@ def fp8_paged_mqa_topk(
         q, kv_cache, weights, context_lens, block_tables, k, max_context_len, layout, indices, index_base, offsets,
         page_table, page_size, order, tie, force_first, force_last, values, out, workspace, backend,
     )  # fmt: skip
-    if torch.compiler.is_compiling() or _dispatch_modes() or common.needs_operator(_tensors(call)):
+    if torch.compiler.is_compiling() or common.dispatch_modes() or common.needs_operator(common.tensors_of(call)):
         return _paged_through_operator(call)
     return _run(_PAGED, call)
 
@@ -213,8 +213,8 @@ def _run(kind: _Kind, call: Any) -> Result:
         plan = common.PLANS.get(facts)
     except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
         plan = facts = None
-    if _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0:
-        common.refuse(kind.operation, _tensors(call))
+    if common.functorch() is not None or common.tracing() is not None or forward_ad._current_level >= 0:
+        common.refuse(kind.operation, common.tensors_of(call))
     if torch.is_grad_enabled() and any(getattr(operand, "requires_grad", False) for operand in call[:4]):
         common.warn_of_gradients(kind.operation)
     if plan is None:
@@ -233,7 +233,7 @@ def _run(kind: _Kind, call: Any) -> Result:
     if call.values is True:
         scores = torch.empty(shape, dtype=torch.float32, device=device)
     if plan.run is not None:
-        record = kind.record(call, indices, scores, _workspace(call.workspace, plan.workspace_bytes, device))
+        record = kind.record(call, indices, scores, common.workspace(call.workspace, plan.workspace_bytes, device))
         plan.run(record if plan.convert_to is None else to_native_dialect(record, plan.convert_to))
     return indices if scores is None else (indices, scores)
 
@@ -260,11 +260,6 @@ def _plan(kind: _Kind, call: Any) -> tuple[_Plan, bool]:
     return plan, prepared.settled
 
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
-
-
 def _fact_of(argument: Any) -> object:
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.device, argument.is_neg()
@@ -274,21 +269,6 @@ def _fact_of(argument: Any) -> object:
 def _addresses(call: Any) -> int:
     """The bits of the addresses of q and the keys."""
     return int(call[0].data_ptr() | call[1].data_ptr())
-
-
-def _tensors(call: Any) -> list[torch.Tensor]:
-    return [argument for argument in call if isinstance(argument, torch.Tensor)]
-
-
-def _workspace(given: torch.Tensor | int | None, needed: int, device: torch.device) -> torch.Tensor | None:
-    room = given.numel() if isinstance(given, torch.Tensor) else given
-    if room is not None and room < needed:
-        raise ValueError(f"workspace: got {room} bytes, expected at least {needed} for this call")
-    if not isinstance(given, torch.Tensor):
-        return torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
-    if needed and given.data_ptr() & 15:
-        raise ValueError("workspace: got an address off a 16-byte boundary, expected one on it")
-    return given
 
 
 # The operators: their schemas are the one other place where the arguments are spelled. A workspace of the caller's is
@@ -392,7 +372,7 @@ def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _through_operator(call: MqaTopKArguments) -> Result:
     if not torch.compiler.is_compiling():
-        common.refuse(mqa_topk.OPERATION, _tensors(call))
+        common.refuse(mqa_topk.OPERATION, common.tensors_of(call))
     with torch.no_grad():
         found = _operator(*call[:16], _wants_values(call), _size(call), call.backend)
     return _returned(call, *found)
@@ -401,7 +381,7 @@ def _through_operator(call: MqaTopKArguments) -> Result:
 def _paged_through_operator(call: PagedMqaTopKArguments) -> Result:
     layout = call.layout
     if not torch.compiler.is_compiling():  # Dynamo reads no more than it has to; the operator's fake checks
-        common.refuse(paged_mqa_topk.OPERATION, _tensors(call))
+        common.refuse(paged_mqa_topk.OPERATION, common.tensors_of(call))
         layout = paged_mqa_topk.validate(call).layout
     if layout is None:
         layout = CacheLayout(call.kv_cache.shape[1], call.q.shape[3], dtype=call.q.dtype)

@@ -91,7 +91,7 @@ def top_k_per_row(
 
 
 def _any_way(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    if torch.compiler.is_compiling() or _dispatch_modes() or common.needs_operator(_tensors(call)):
+    if torch.compiler.is_compiling() or common.dispatch_modes() or common.needs_operator(common.tensors_of(call)):
         return _through_operator(call)
     return _run(call)
 
@@ -131,15 +131,17 @@ def _run(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor
         plan = common.PLANS.get(facts)
     except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
         plan = facts = None
-    if _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0:
-        common.refuse(OPERATION, _tensors(call))
+    if common.functorch() is not None or common.tracing() is not None or forward_ad._current_level >= 0:
+        common.refuse(OPERATION, common.tensors_of(call))
     if torch.is_grad_enabled() and getattr(logits, "requires_grad", False):
         common.warn_of_gradients(OPERATION)
     if plan is None:
         checked = validate(call)
         problem, device = problem_of(checked), logits.device
         prepared = registry.prepare(problem, arch_of(device), call.backend, device)
-        normal = all(one is other for one, other in zip(_tensors(call), _tensors(checked), strict=True))
+        normal = all(
+            one is other for one, other in zip(common.tensors_of(call), common.tensors_of(checked), strict=True)
+        )
         plan = _Plan(prepared.run if problem.rows else None, _workspace_bytes(prepared.run), normal)
         if facts is not None and prepared.settled:
             common.keep(facts, plan)
@@ -151,7 +153,7 @@ def _run(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor
     if values is True:
         scores = torch.empty(shape, dtype=torch.float32, device=device)
     if plan.run is not None:
-        workspace = _workspace(workspace, plan.workspace_bytes, device)
+        workspace = common.workspace(workspace, plan.workspace_bytes, device)
         plan.run(
             TopKCall(
                 call.logits, call.row_starts, call.row_ends, call.offsets, call.page_table, indices, scores, workspace
@@ -160,31 +162,12 @@ def _run(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor
     return indices if scores is None else (indices, scores)
 
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
-
-
 def _facts_of(tensor: torch.Tensor | None) -> object:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg())
 
 
-def _tensors(call: TopKArguments) -> list[torch.Tensor]:
-    return [argument for argument in call if isinstance(argument, torch.Tensor)]
-
-
 def _workspace_bytes(run: registry.Run) -> int:
     return int(getattr(run, "workspace_bytes", 0))
-
-
-def _workspace(given: torch.Tensor | None, needed: int, device: torch.device) -> torch.Tensor | None:
-    if given is None:
-        return torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
-    if given.numel() < needed:
-        raise ValueError(f"workspace: got {given.numel()} bytes, expected at least {needed} for this call")
-    if needed and given.data_ptr() & 15:
-        raise ValueError("workspace: got an address off a 16-byte boundary, expected one on it")
-    return given
 
 
 # The operators: their schemas are the one other place where the arguments are spelled.
@@ -258,8 +241,8 @@ def _empty(logits: torch.Tensor, k: int, values: bool) -> tuple[torch.Tensor, to
 
 def _through_operator(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if not torch.compiler.is_compiling():
-        common.refuse(OPERATION, _tensors(call))
-    if sharded.is_distributed(_tensors(call)):
+        common.refuse(OPERATION, common.tensors_of(call))
+    if sharded.is_distributed(common.tensors_of(call)):
         return _on_every_rank(call)
     with torch.no_grad():
         if call.out is None and call.workspace is None and not isinstance(call.values, torch.Tensor):

@@ -1,5 +1,4 @@
-// The epilogue that appends the scores, and codes of their keys (candidates.cuh), that pass their row's gate to lists,
-// and where the lists lie.
+// The epilogue that appends the (score, key) pairs that pass their row's gate to lists, and where the lists lie.
 //
 // Lists. Each math warp of a piece has one for each row: no two write to the same, so slots come from ballots and
 // counters in registers, without atomics. A row block and the pieces that it is cut into share one place: the piece
@@ -18,8 +17,8 @@ namespace {
 
 // Where the lists of a row block's piece lie.
 struct Place {
-  Count* counts;  // null: nowhere
-  int first;      // in a.scores and a.codes
+  int* counts;  // null: nowhere
+  int first;    // in a.candidates
   int step;
   bool alone;
 
@@ -42,9 +41,9 @@ struct Place {
   __device__ __forceinline__ void write_empty(int worker) const {
     if (counts == nullptr) return;
     for (int i = threadIdx.x % 32; i < G::kRows * 4; i += 32) {
-      Count* count = counts + i / 4 * kLists + worker * 4 + i % 4;
-      *count = {0, 0};
-      if (alone) count[G::kRows * kLists] = {0, 0};
+      int* count = counts + i / 4 * kLists + worker * 4 + i % 4;
+      *count = 0;
+      if (alone) count[G::kRows * kLists] = 0;
     }
   }
 };
@@ -85,8 +84,7 @@ struct Epilogue {
     const int tile_key = key - my.key, lane = threadIdx.x % 32;
     const bool whole = (tile_key >= info.inner_lo) & (tile_key + G::kTileKeys <= info.inner_hi);
     // The lanes of a quad position share a row: theirs are the slots.
-    const int code = (static_cast<unsigned>(tile_key - info.first_key) / (kListStep / kListKeys)) + lane / 4;
-    const unsigned row_lanes = 0x11111111u << lane % 4, before = row_lanes & ((1u << lane) - 1);
+    const unsigned place = lane & ~3u;
 #pragma unroll
     for (int r = 0; r < G::kRowsPerLane; ++r) {
       const int row = my.row + 4 * r;
@@ -99,13 +97,13 @@ struct Epilogue {
         bool passes = score >= least;
         if (!whole) passes = passes & (n >= info.lo[row]) & (n < info.hi[row]);
         const unsigned passed = __ballot_sync(~0u, passes);
-        const int slot = count[r] + __popc(passed & before);
+        // Nibble i: how many of this row's lanes up to the i-th pass.
+        const unsigned upto = (passed >> lane % 4 & 0x11111111u) * 0x11111111u;
+        const int slot = count[r] + static_cast<int>(upto >> place & 0xF) - 1;
         if (passes && slot < a.room) {
-          const int at = list + 4 * r * kLists * a.room + info.step * slot;
-          a.scores[at] = score;
-          a.codes[at] = static_cast<Code>(code + 8 * e);
+          a.candidates[list + 4 * r * kLists * a.room + info.step * slot] = make_int2(__float_as_int(score), n);
         }
-        count[r] += __popc(passed & row_lanes);
+        count[r] += upto >> 28;
       }
     }
   }
@@ -114,13 +112,12 @@ struct Epilogue {
     if (threadIdx.x % 32 >= 4 || info.counts == nullptr) return;
 #pragma unroll
     for (int r = 0; r < G::kRowsPerLane; ++r) {
-      Count* place = info.counts + list_of(my) + 4 * r * kLists;
-      *place = {count[r], info.first_key + my.key};
-      if (info.alone) place[G::kRows * kLists] = {0, 0};
+      int* place = info.counts + list_of(my) + 4 * r * kLists;
+      *place = count[r];
+      if (info.alone) place[G::kRows * kLists] = 0;
     }
   }
 };
-static_assert(kListStep == kTileStep * G::kTileKeys && 4 * kListKeys == G::kTileKeys, "codes of candidates.cuh");
 static_assert(G::kLanesPerRow == 1, "the lanes of a quad position share a row");
 static_assert(G::kKTileBytes > 0 && !kCompressed && !kClean, "lists hold keys");
 

@@ -6,6 +6,9 @@
 
 namespace {
 
+// A value that is the same in all lanes, in a form that tells the compiler so.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 // Weighted sums of the ReLU of kColumnPairs pairs of products, for each of a lane's two keys, short of 2^25. `d` are
 // WGMMA's registers, four to a pair of columns: (key, even), (key, odd), (key + 8, even), (key + 8, odd); `w` the
 // weights. ReLU by saturation: |score| < 2^25.

@@ -21,6 +21,7 @@ from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90 import mqa_logits
 from lightning_indexer.backends.cuda_sm90.mqa_logits import MqaLogits
 from lightning_indexer.backends.cuda_sm90.mqa_topk_config import (
+    CANDIDATE_BYTES,
     INDEX_BASES,
     REDO_SELECTION,
     SELECT_STATIC,
@@ -31,16 +32,17 @@ from lightning_indexer.backends.cuda_sm90.mqa_topk_config import (
     VALUES_PER_LANE,
     GateConfig,
     Plan,
+    bitmap_bytes,
     bitmap_words,
     gate_config,
     gated,
     rank_of,
     refusal,
+    select_words,
 )
 from lightning_indexer.backends.cuda_sm90.top_k import TopK
 from lightning_indexer.backends.row_waves import RowWaves, Waves
 from lightning_indexer.cuda import driver, nvrtc
-from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem
 from lightning_indexer.problems.mqa_topk import MqaTopKCall, MqaTopKProblem
 
 
@@ -87,7 +89,6 @@ class MqaTopK:
             return TopK().precompile(problem.selection._replace(rows=config.rows), arch)
         for part in parts(problem, config).values():
             part.compile()
-        nvrtc.cubin(mqa_logits.SOURCE, mqa_logits.NVRTC_ARCH, config.sample.macros())
         return config.product.name
 
 
@@ -115,8 +116,8 @@ class Part(NamedTuple):
 
 
 def parts(problem: MqaTopKProblem, config: GateConfig) -> dict[str, Part]:
-    """The kernels of a call, in the order of their first launches, but for the one that scores the sample."""
-    selection, product = problem.selection, config.product
+    """The kernels of a call, in the order of their first launches."""
+    selection, product, sample = problem.selection, config.product, config.sample
     traits: dict[str, str | int] = {
         "INDEX_BASE": INDEX_BASES.index(selection.index_base), "VALUES": int(selection.values),
     }  # fmt: skip
@@ -128,9 +129,10 @@ def parts(problem: MqaTopKProblem, config: GateConfig) -> dict[str, Part]:
     per_lane = VALUES_PER_LANE
     while warps > 32:
         warps, per_lane = warps // 2, per_lane * 2
-    words, codes = bitmap_words(problem), config.code_bytes
-    select_bytes = 8 * config.lists * config.warp_room + 4 * words + (4 * selection.k if selection.values else 0)
-    ctas = max(1, min(4, SHARED_OF_SM // (select_bytes + SELECT_STATIC + SHARED_OF_SYSTEM)))
+    candidates = CANDIDATE_BYTES * config.lists * config.warp_room
+    select_bytes = candidates + bitmap_bytes(problem, select_words(problem))
+    redo_bytes = REDO_SELECTION + bitmap_bytes(problem, bitmap_words(problem))
+    ctas = max(1, min(5, SHARED_OF_SM // (select_bytes + SELECT_STATIC + SHARED_OF_SYSTEM)))
 
     def part(name: str, file: str, macros: dict[str, str | int], threads: int, shared: int = 0, **more: Any) -> Part:
         sizes = {"ARGUMENT_BYTES": struct.calcsize("<" + STRUCTS[name][0])}
@@ -143,28 +145,32 @@ def parts(problem: MqaTopKProblem, config: GateConfig) -> dict[str, Part]:
             "sample", "mqa_topk_sample.cuh",
             {"HEAD_DIM": problem.head_dim, "KERNEL_NAME": f"fp8_mqa_topk_sample_D{problem.head_dim}_sm90"}, 256,
         ),
+        "score": Part(
+            "mqa_logits.cuh", tuple(sample.macros().items()), sample.threads, sample.shared_bytes, STRUCTS["score"],
+            maps=True,
+        ),
         "gate": part(
             "gate", "mqa_topk_gate.cuh",
             {"RANK": config.rank, "WARPS": warps, "VALUES_PER_LANE": per_lane,
              "KERNEL_NAME": f"fp8_mqa_topk_gate_r{config.rank}_w{warps}_v{per_lane}_sm90"}, 32 * warps,
+            dependent=config.dependent,
         ),
         "product": part(
             "product", "mqa_topk_product.cuh",
-            {**product.macros(), "CODE_BYTES": codes,
-             "KERNEL_NAME": f"{product.name.removesuffix('_sm90')}_c{codes}_sm90"},
-            product.threads, product.shared_bytes, maps=True, dependent=config.dependent,
+            product.macros(), product.threads, product.shared_bytes, maps=True, dependent=config.dependent,
         ),
         "select": part(
             "select", "mqa_topk_select.cuh",
             {**traits, "ROWS": product.rows, "LISTS": config.lists, "THREADS": SELECT_THREADS, "CTAS_PER_SM": ctas,
-             "CODE_BYTES": codes, "STATIC_BYTES": SELECT_STATIC,
-             "KERNEL_NAME": f"fp8_mqa_topk_select_r{product.rows}_l{config.lists}_c{codes}_x{ctas}_{suffix}"},
+             "BIN_BITS": 10, "STATIC_BYTES": SELECT_STATIC,
+             "KERNEL_NAME": f"fp8_mqa_topk_select_r{product.rows}_l{config.lists}_x{ctas}_{suffix}"},
             SELECT_THREADS, select_bytes, dependent=config.dependent,
         ),
         "redo": part(
-            "redo", "mqa_topk_redo.cuh", {**config.redo.macros(), **traits, "SELECTION_BYTES": REDO_SELECTION,
+            "redo", "mqa_topk_redo.cuh", {**config.redo.macros(), **traits, "BIN_BITS": 10,
+             "SELECTION_BYTES": REDO_SELECTION,
              "KERNEL_NAME": f"{config.redo.name.removesuffix('_sm90')}_{suffix}"},
-            config.redo.threads, max(config.redo.shared_bytes, REDO_SELECTION + 4 * words), maps=True, cooperative=True,
+            config.redo.threads, max(config.redo.shared_bytes, redo_bytes), maps=True, cooperative=True,
         ),
     }  # fmt: skip
 
@@ -212,7 +218,6 @@ class _Bound:
     """The kernels of a call on one device, and the tensor maps made so far."""
 
     kernels: dict[str, _Kernel]
-    sample: dict[int, Any]
     maps: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -258,10 +263,16 @@ class Launch:
             plan.counters, 0,
         )  # fmt: skip
         self._mark()
+        sampled_map = self._map(bound, "k", at["sampled_k"], plan.samples, problem.head_dim)
         wave_of_all = 0
         for first in range(0, rows, config.sampled):
             past = min(rows, first + config.sampled)
-            self._score_sample(call, bound, workspace, slice(first, past))
+            q_map = self._map(bound, "q", q + first * q_stride, past - first, q_stride, call.q.stride(1))
+            kernels["score"](
+                stream, 0, at["sampled_scale"], weights + 4 * first * w_stride, at["sampled_ks"] + 4 * first,
+                at["sampled_ke"] + 4 * first, at["main"], q_stride, w_stride, plan.sample_stride, past - first,
+                plan.samples, plan.samples, config.sample.enter_cost, maps=(q_map, sampled_map),
+            )  # fmt: skip
             self._mark()
             kernels["gate"](
                 stream, at["main"], at["sampled_ks"] + 4 * first, at["sampled_ke"] + 4 * first,
@@ -273,15 +284,15 @@ class Launch:
                 q_map = self._map(bound, "q", q + start * q_stride, count, q_stride, call.q.stride(1))
                 kernels["product"](
                     stream, 0, kv_scale, weights + 4 * start * w_stride, ks + 4 * start, ke + 4 * start, 0, q_stride,
-                    w_stride, 0, count, keys, keys, config.product.enter_cost, at["gates"] + 16 * start, at["scores"],
-                    at["codes"], at["counts"], at["middles"], at["counters"] + 4 * (2 + wave_of_all), config.room,
+                    w_stride, 0, count, keys, keys, config.product.enter_cost, at["gates"] + 16 * start, at["main"],
+                    at["counts"], at["middles"], at["counters"] + 4 * (2 + wave_of_all), config.room,
                     config.places, maps=(q_map, k_map),
                 )  # fmt: skip
                 self._mark()
                 kernels["select"](
-                    stream, at["scores"], at["codes"], at["counts"], at["middles"], at["gates"] + 16 * start,
+                    stream, at["main"], at["counts"], at["middles"], at["gates"] + 16 * start,
                     ks + 4 * start, ke + 4 * start, at["counters"], at["redo"], *_moved(output, start), count, keys,
-                    start, config.product.ctas, config.room, bitmap_words(problem), config.warp_room, 0, ctas=count,
+                    start, config.product.ctas, config.room, select_words(problem), config.warp_room, 0, ctas=count,
                 )  # fmt: skip
                 self._mark()
                 wave_of_all += 1
@@ -295,24 +306,6 @@ class Launch:
             maps=(gathered, k_map),
         )  # fmt: skip
         self._mark()
-
-    def _score_sample(self, call: MqaTopKCall, bound: _Bound, workspace: torch.Tensor, rows: slice) -> None:
-        plan, count = self.plan, rows.stop - rows.start
-        samples, dim = plan.samples, self.problem.head_dim
-
-        def view(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-            return workspace[plan.offset[name] : plan.offset[name] + size].view(dtype)
-
-        scores = view("main", count * plan.sample_bytes, torch.float32).view(count, plan.sample_stride)
-        bound.sample[count](
-            MqaLogitsCall(
-                call.q[rows], view("sampled_k", samples * dim, call.k.dtype).view(samples, dim),
-                view("sampled_scale", 4 * samples, torch.float32), call.weights[rows],
-                view("sampled_ks", 4 * self.problem.rows, torch.int32)[rows],
-                view("sampled_ke", 4 * self.problem.rows, torch.int32)[rows], False, 0, torch.float32,
-                scores[:, :samples],
-            )
-        )  # fmt: skip
 
     def _output(self, call: MqaTopKCall) -> tuple[int, ...]:
         """struct Output of selection.cuh."""
@@ -338,19 +331,9 @@ class Launch:
         return int(kept[1])
 
     def _bind(self, device: int) -> _Bound:
-        problem, config = self.problem, self.config
-        units = config.product.ctas
-        kernels = {name: _kernel(part, units) for name, part in parts(problem, config).items()}
-        rows, step = problem.rows, config.sampled
-        scoring = MqaLogitsProblem(
-            rows, self.plan.samples, problem.heads, problem.head_dim, problem.scoring.q_dtype, problem.scoring.k_dtype,
-            clean_logits=False,
-        )  # fmt: skip
-        sample = {
-            count: mqa_logits.Launch(scoring._replace(rows=count), config.sample)
-            for count in {min(step, rows - first) for first in range(0, rows, step)}
-        }
-        self.bound[device] = _Bound(kernels, sample)
+        ctas = self.config.product.ctas
+        kernels = {name: _kernel(part, ctas) for name, part in parts(self.problem, self.config).items()}
+        self.bound[device] = _Bound(kernels)
         return self.bound[device]
 
     def _mark(self) -> None:

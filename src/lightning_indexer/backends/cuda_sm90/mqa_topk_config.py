@@ -18,13 +18,12 @@ from lightning_indexer.problems.mqa_topk import ALIGN_BYTES, MqaTopKProblem
 HEADS = (32, 64)
 # A bitmap of a row's positions has to fit in a CTA, and a row's sample in the registers of one.
 MAX_KEYS = 2**20
-# Where the gate pays, measured at 32768 and at 131072: in shorter rows too many keys are candidates.
-LEAST_KEYS = 131072
+# Where the gate pays, measured at 8192 and at 32768: in shorter rows too many keys are candidates.
+LEAST_KEYS = 32768
 LEAST_SCORES = 2**24
-# Room of a warp of the selection beyond a list's: each part of a list is brought in whole vectors of four.
+# Room of a warp of the selection beyond a list's: each part of a list is brought in whole vectors of two.
 WARP_SLACK = 32
-# Keys of a piece, of which 16 of 128 are a list's, that a code of two bytes counts: candidates.cuh.
-SHORT_CODES = 2**16 * 8
+CANDIDATE_BYTES = 8
 # A list's keys are every 16th of 128: one that begins and ends inside of a row's window has so many more.
 LIST_SLACK = 48
 # CTAs of the product, which have a place of their own in the middle of a row block, beyond those that equal cuts make.
@@ -36,9 +35,10 @@ _PRODUCT = "3q4i"  # of struct Arguments of shared.cuh, behind six pointers
 _OUTPUT = "4Q3q2i"
 STRUCTS = {
     "sample": ("9Qq6i",),
+    "score": (f"6Q{_PRODUCT}",),
     "gate": ("4Qq2i",),
-    "product": (f"6Q{_PRODUCT}6Q2i",),
-    "select": (f"9Q{_OUTPUT}8i",),
+    "product": (f"6Q{_PRODUCT}5Q2i",),
+    "select": (f"8Q{_OUTPUT}8i",),
     "redo": (f"6Q{_PRODUCT}Q", f"4Q2q2i{_OUTPUT}"),
 }
 INDEX_BASES = ("row", "absolute", "offset", "page")
@@ -47,6 +47,8 @@ SELECT_THREADS = 256
 SELECT_STATIC, REDO_SELECTION = 6912, 24 * 1024
 SHARED_OF_SM, SHARED_OF_SYSTEM = 228 * 1024, 1024  # the latter of every CTA
 VALUES_PER_LANE = 16
+# Of a bitmap, at a time, in the selection of candidates: several parts take 20 us more at (512, 262144), measured.
+SELECT_WORDS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,6 @@ class GateConfig:
         wave: rows that are scored and selected from at a time, whole row blocks.
         places: of lists, one for each row block of a wave and the others for pieces in the middle of one.
         again: rows that are scored again at a time.
-        code_bytes: of a candidate's key.
         dependent: product and selection start while the kernel in front of them ends.
     """
 
@@ -76,7 +77,6 @@ class GateConfig:
     wave: int
     places: int
     again: int
-    code_bytes: int = 4
     dependent: bool = True
 
     @property
@@ -159,7 +159,6 @@ def gate_config(
     stride: int | None = None,
     rank: int | None = None,
     room: int | None = None,
-    code_bytes: int | None = None,
     dependent: bool = True,
 ) -> GateConfig | None:
     """The gate's configuration; None where the workspace is too small for it."""
@@ -175,10 +174,8 @@ def gate_config(
         room = room_of(rank, stride, lists)
     if lists * (room - LIST_SLACK) < problem.k:
         room = -(-problem.k // lists // 16) * 16 + 64
-    if code_bytes is None:
-        code_bytes = 2 if problem.keys <= SHORT_CODES else 4
     listed = replace(base, epilogue="listed")
-    config = GateConfig(product, listed, base, stride, rank, room, 0, 0, 0, 0, code_bytes, dependent)
+    config = GateConfig(product, listed, base, stride, rank, room, 0, 0, 0, 0, dependent)
 
     block_rows = product.rows
     blocks = -(-problem.rows // block_rows)
@@ -196,9 +193,11 @@ def gate_config(
     config = replace(trial, places=max(wanted, min(spare, in_wave + arch.units)))
     plan = Plan(problem, config)
     main = problem.workspace_bytes - plan.fixed
-    again = _whole(min(blocks * block_rows, main // plan.again_bytes), block_rows)
+    again = min(blocks * block_rows, main // plan.again_bytes)
+    again = _whole(again, block_rows)
     sampled = min(blocks * block_rows, main // plan.sample_bytes)
-    sampled = _whole(sampled, config.wave if sampled >= config.wave else block_rows)
+    if sampled < problem.rows:
+        sampled = _whole(sampled, config.wave if sampled >= config.wave else block_rows)
     if not again or not sampled:
         return None
     if sampled < config.wave:
@@ -222,8 +221,8 @@ class Plan:
         self.waves = -(-rows // max(1, config.wave))
         self.counters = 2 + self.waves  # listed rows, CTAs at a meeting, places taken in each wave
         lists = config.product.rows * config.lists
-        self.counts_of_place = 2 * 8 * lists
-        self.place_bytes = (4 + config.code_bytes) * lists * config.room
+        self.counts_of_place = 2 * 4 * lists
+        self.place_bytes = CANDIDATE_BYTES * lists * config.room
         self.sample_bytes = 4 * self.sample_stride
         self.again_bytes = problem.heads * dim + 4 * self.key_stride
         self.offset: dict[str, int] = {}
@@ -236,8 +235,7 @@ class Plan:
             self.offset[name] = at
             at += -(-size // ALIGN_BYTES) * ALIGN_BYTES
         self.fixed = at
-        self.offset["main"] = self.offset["scores"] = at
-        self.offset["codes"] = at + 4 * lists * config.room * config.places
+        self.offset["main"] = at
         gathered = -(-config.again * problem.heads * dim // ALIGN_BYTES) * ALIGN_BYTES
         self.offset["again"] = at + gathered
         self.bytes = at + max(
@@ -249,3 +247,13 @@ class Plan:
 def bitmap_words(problem: MqaTopKProblem) -> int:
     """Of a bitmap of a row's positions, whole vectors."""
     return -(-problem.keys // 128) * 4
+
+
+def select_words(problem: MqaTopKProblem) -> int:
+    """The same for the selection of candidates, which goes over long rows in parts."""
+    return min(bitmap_words(problem), SELECT_WORDS)
+
+
+def bitmap_bytes(problem: MqaTopKProblem, words: int) -> int:
+    """Of a bitmap, with a count for each vector where values are asked for."""
+    return 5 * words if problem.selection.values else 4 * words

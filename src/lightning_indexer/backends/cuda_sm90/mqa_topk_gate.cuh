@@ -57,6 +57,7 @@ __device__ __forceinline__ uint32_t of_cta(uint32_t value, int& turn) {
 
 extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(const __grid_constant__ Arguments a) {
   let_next_start();
+  wait_for_previous();
   const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = __ldg(a.sampled_ks + row), past = __ldg(a.sampled_ke + row);
   const float* scores = a.scores + row * a.stride;

@@ -3,7 +3,7 @@
 // One piece of the work a CTA, whose two workers take its tiles in turn. No fill warps: nothing is stored but
 // candidates and their counts.
 //
-// Compile-time, from mqa_topk_config.py: shared.cuh's with APPEND, candidates.cuh's, and ARGUMENT_BYTES.
+// Compile-time, from mqa_topk_config.py: shared.cuh's with APPEND, and ARGUMENT_BYTES.
 #include "dependent_launch.cuh"
 #include "product.cuh"
 

@@ -63,32 +63,50 @@ __device__ void gather_q(const Redo& r, const int* listed, int rows) {
 }
 
 struct Scores {  // of a row's window, past the L1, which other CTAs do not write to
-  const float* scores;
+  const float4* scores;
   int start, end;
+
+  // Vectors first, first + kThreads, ... of the row.
+  template <int kAtOnce, class Visit>
+  __device__ __forceinline__ void vectors(int first, int step, Visit visit) const {
+    const int past = (end + 3) / 4;
+    float4 some[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) some[u] = __ldcg(scores + min(first + u * step, past - 1));
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const float four[4] = {some[u].x, some[u].y, some[u].z, some[u].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int position = (first + u * step) * 4 + i;
+        const uint32_t key = key_of(four[i]);
+        if (position >= start && position < end && key > 0) visit(key, position);
+      }
+    }
+  }
 
   template <class Visit>
   __device__ __forceinline__ void operator()(Visit visit) const {
     constexpr int kAtOnce = 8;
-    for (int first = start + threadIdx.x; first < end; first += Math::kThreads * kAtOnce) {
-      float some[kAtOnce];
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const int i = first + u * Math::kThreads;
-        some[u] = i < end ? __ldcg(scores + i) : __int_as_float(0x7FFFFFFF);
-      }
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const uint32_t key = key_of(some[u]);
-        if (key > 0) visit(key, first + u * Math::kThreads);
-      }
-    }
+#pragma unroll 1
+    for (int first = start / 4; first * 4 < end; first += Math::kThreads * kAtOnce)
+      vectors<kAtOnce>(first + threadIdx.x, Math::kThreads, visit);
+  }
+
+  // Some of them, from all over the window.
+  template <class Visit>
+  __device__ __forceinline__ void sample(Visit visit) const {
+    constexpr int kAtOnce = 4;
+    if (start >= end) return;
+    const int step = max(1, (end - start) / (4 * kAtOnce * Math::kThreads));
+    vectors<kAtOnce>(start / 4 + threadIdx.x * step, Math::kThreads * step, visit);
   }
 };
 
 struct SelectionShared {
   SelectionRoom room;
   int staged[4096];                // k
-  alignas(16) uint32_t bitmap[4];  // bitmap_words
+  alignas(16) uint32_t bitmap[4];  // bitmap_words, and a fourth of that for Selection.before
 };
 static_assert(sizeof(SelectionShared) <= SELECTION_BYTES, "REDO_SELECTION of mqa_topk_config.py");
 
@@ -96,12 +114,13 @@ struct Bounds {  // `need` of the keys within [low, high] are chosen, and all ab
   uint32_t low, high, need;
 };
 
-// The bin of the cut among linear bins of the finite scores, as keys. Scores are spread over linear bins, where keys of
-// the same exponent would queue at few: the histogram of a whole row has no room for that. `scratch`: 64 words. A
-// barrier follows whatever the caller has cleared.
+// The bin of the cut among linear bins between the least and the largest finite score of a sample, as keys; the outer
+// bins hold what lies beyond. Scores are spread over linear bins, where keys of the same exponent would queue at few:
+// the histogram of a whole row has no room for that. `scratch`: 64 words. A barrier follows whatever the caller has
+// cleared.
 __device__ Bounds linear_cut(Selection<Math>& selection, const Scores& each, uint32_t k, int* scratch) {
   uint32_t low = kFull, high = 0;
-  each([&](uint32_t key, uint32_t) {
+  each.sample([&](uint32_t key, uint32_t) {
     if (key > kKeyNegInf && key < kKeyPosInf) low = min(low, key), high = max(high, key);
   });
   low = __reduce_min_sync(kFull, low), high = __reduce_max_sync(kFull, high);
@@ -139,21 +158,12 @@ __device__ Bounds linear_cut(Selection<Math>& selection, const Scores& each, uin
 __device__ void select_row(const Arguments& a, const Redo& r, SelectionShared& s, int row, int place) {
   const int end = min(max(__ldg(a.ke + place), 0), a.keys), start = min(max(__ldg(a.ks + place), 0), end);
   for (int i = threadIdx.x; i < kSelectionBins; i += Math::kThreads) s.room.bins[i] = 0;
-  for (int i = threadIdx.x; i < r.bitmap_words; i += Math::kThreads) s.bitmap[i] = 0;
   const float* scores = a.out + row * a.out_stride;
-  Selection<Math> selection{s.room, s.bitmap};
-  const Scores each{scores, start, end};
+  Selection<Math> selection{s.room, s.bitmap, s.bitmap + r.bitmap_words};
+  const Scores each{reinterpret_cast<const float4*>(scores), start, end};
   const Bounds bounds = linear_cut(selection, each, r.out.k, s.staged);
-  selection.choose(each, bounds.low, bounds.high, bounds.need, start);
-  const uint32_t words = min(r.bitmap_words, (end - start + 127) / 128 * 4);
-  const uint32_t count =
-      selection.in_order(words, start, [&](uint32_t slot, uint32_t position) { s.staged[slot] = position; });
-  Math::sync();
-  write_row<Math>(r.out, place, start, count, [&](uint32_t slot) { return s.staged[slot]; });
-  if constexpr (kValues) {
-    for (uint32_t slot = threadIdx.x; slot < count; slot += Math::kThreads)
-      values_of(r.out, place)[slot] = __ldcg(scores + s.staged[slot]) + 0.0f;
-  }
+  write_chosen(selection, each, selection.decide(each, bounds.low, bounds.high, bounds.need), r.out, place, start, end,
+               r.bitmap_words, s.staged);
   Math::sync();
 }
 

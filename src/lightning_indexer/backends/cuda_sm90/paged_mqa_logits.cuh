@@ -162,9 +162,6 @@ __device__ __forceinline__ void fill(const Arguments& a, Shared& s, int warp) {
 
 // ---- math warpgroups ----
 
-// A value that is the same in all lanes, in a form that tells the compiler so.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-
 // What a lane stores of a product: kStoredRows rows, kRowsApart apart, of a key or of two that are eight apart.
 constexpr int kStoredRows = kLanesPerRow == 4 ? (kRowsPerLane + 1) / 2 : kRowsPerLane;
 constexpr int kRowsApart = kLanesPerRow == 1 ? 4 : 2;

@@ -169,9 +169,6 @@ __device__ void warm_l2(const Arguments& a, const ptx::TensorMap* k_map) {
 
 // ---- math warpgroups ----
 
-// A value that is the same in all lanes, in a form that tells the compiler so.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-
 constexpr bool kLater = G::kRowsPerLane <= 2;  // with more sums than that, registers do not reach
 
 __device__ void multiply(const Arguments& a, Worker& s) {

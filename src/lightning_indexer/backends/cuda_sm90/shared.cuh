@@ -7,9 +7,6 @@
 #include "geometry.cuh"
 #include "out.cuh"
 #include "ptx.cuh"
-#if APPEND
-#include "candidates.cuh"
-#endif
 
 namespace {
 
@@ -39,10 +36,10 @@ struct alignas(16) Gate {
 // Places of the lists of one row block and piece.
 struct alignas(16) Lists {
   Gate gate[G::kRows];
-  Count* counts;  // of the block's first row and the first warp; null: there was no room for this piece
-  int first;      // likewise, in Arguments.scores and .codes
-  int step;       // 1: upwards from the start of a list's room; -1: downwards from its end
-  int alone;      // the piece is all of the block
+  int* counts;  // of the block's first row and the first warp; null: there was no room for this piece
+  int first;    // likewise, in Arguments.candidates
+  int step;     // 1: upwards from the start of a list's room; -1: downwards from its end
+  int alone;    // the piece is all of the block
 };
 #else
 struct Lists {};
@@ -95,9 +92,8 @@ struct Arguments {
 #endif
 #if APPEND
   const Gate* gates;  // [rows]
-  float* scores;      // [places, kRows, kLists, room]
-  Code* codes;        // likewise
-  Count* counts;      // [places, 2, kRows, kLists]: of what grows upwards, and of what grows downwards
+  int2* candidates;   // [places, kRows, kLists, room]: a score's bits and its key
+  int* counts;        // [places, 2, kRows, kLists]: of what grows upwards, and of what grows downwards
   int2* middles;      // [CTAs]: the row block that this CTA's piece lies within, or -1, and its place or -1
   int* taken;         // places behind those of the row blocks, zero at the start
   int room;           // candidates of a list
