@@ -44,6 +44,8 @@ ORDER: dict[str, dict[str, tuple[str, ...]]] = {
         "gfx950": ("hip-gfx950", "gluon-gfx950", "flydsl"),
     },
     "fp8_paged_mqa_topk": {"sm90": ("cuda-sm90",)},
+    "insert_k_cache": {"sm90": ("cuda-sm90",)},
+    "prepare_q": {"sm90": ("cuda-sm90",)},
     "top_k_per_row": {"sm90": ("cuda-sm90",)},
 }
 

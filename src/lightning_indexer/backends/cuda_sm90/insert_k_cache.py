@@ -1,0 +1,98 @@
+"""``insert_k_cache`` for Hopper: gate and launch of insert_k_cache.cuh."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+
+from lightning_indexer import packages
+from lightning_indexer.arch import Arch
+from lightning_indexer.backends.cuda_sm90 import rows
+from lightning_indexer.backends.cuda_sm90.rows import Operands, RowsConfig, RowsLaunch, address, on_16
+from lightning_indexer.cuda import driver
+from lightning_indexer.problems.insert_k_cache import InsertCall, InsertProblem
+
+
+def heuristic(problem: InsertProblem, arch: Arch) -> RowsConfig:
+    """By the number of tokens."""
+    return rows.heuristic(problem.tokens, problem.transform, arch)
+
+
+def neighbours(problem: InsertProblem, arch: Arch) -> list[RowsConfig]:
+    """What a tuning run measures."""
+    return rows.neighbours(problem.tokens, problem.transform, arch)
+
+
+class InsertKCache:
+    """The kernel of ``insert_k_cache`` that ``cuda-sm90`` registers."""
+
+    config = staticmethod(heuristic)
+    neighbours = staticmethod(neighbours)
+
+    def supports(self, problem: InsertProblem, arch: Arch) -> str | None:
+        if problem.layout.dtype is torch.float8_e4m3fnuz:
+            return "writes float8_e4m3fn and MXFP4, the layout has float8_e4m3fnuz"
+        return rows.unsupported(arch, problem.head_dim, problem.tokens, problem.transform)
+
+    def launch(self, problem: InsertProblem, arch: Arch, config: RowsConfig) -> Launch:
+        return Launch(problem, config)
+
+    def precompile(self, problem: InsertProblem, arch: Arch) -> str:
+        launch = Launch(problem, heuristic(problem, arch))
+        return launch.precompile(launch.usual())
+
+
+class Launch(RowsLaunch):
+    source = packages.beside(__name__, "insert_k_cache.cuh")
+    # The stream, the pointer to the arguments, then struct Arguments.
+    packed = struct.Struct(f"<{driver.Slot.HEAD} Q 7Q4qif")
+
+    def __init__(self, problem: InsertProblem, config: RowsConfig) -> None:
+        layout = problem.layout
+        self.layout, self.transform = layout, problem.transform
+        kind = "fp4" if layout.is_fp4 else f"fp8_{layout.scales.replace(' ', '_')}_{layout.order}"
+        name = f"insert_k_cache_{kind}_page{layout.page}{rows.steps_name(problem.transform)}_{config}_sm90"
+        facts = {
+            **rows.macros_of(problem.transform, problem.dtype),
+            "PAGE": layout.page,
+            "FP4": int(layout.is_fp4),
+            "SHUFFLED": int(layout.order == "preshuffled"),
+            "POWER_OF_TWO": int(layout.scales != "float32"),
+            "UE8M0": int(layout.scales == "ue8m0"),
+        }
+        super().__init__(name, problem.tokens, config, facts)
+
+    def store(self, start: int, apart: int) -> int:
+        """Bytes of a store into blocks that lie so many bytes apart from an address on."""
+        wanted = 16 if self.layout.is_fp4 else 8
+        return wanted if start % wanted == apart % wanted == 0 else 4
+
+    def usual(self) -> Operands:
+        transform = self.transform
+        vectors = (torch.float32 if there else None for there in (transform.norm, transform.bias, transform.rope))
+        return Operands(True, self.store(0, self.layout.block_bytes), *vectors)
+
+    def operands(self, call: InsertCall) -> Operands:
+        steps = call.steps
+        weight, bias, positions, table = steps.tensors
+        return Operands(
+            on_16(call.k) and on_16(weight) and on_16(bias) and on_16(table),
+            self.store(call.kv_cache.data_ptr(), self._apart(call)),
+            None if weight is None else weight.dtype, None if bias is None else bias.dtype,
+            None if table is None else table.dtype, None, 8 if positions is None else positions.element_size(),
+        )  # fmt: skip
+
+    def arguments(self, call: InsertCall) -> tuple[Any, ...]:
+        k, cache, steps = call.k, call.kv_cache, call.steps
+        table = steps.cos_sin_cache
+        return (
+            k.data_ptr(), cache.data_ptr(), call.slot_mapping.data_ptr(), *map(address, steps.tensors), k.stride(0),
+            self._apart(call), 0 if table is None else table.stride(0), cache.shape[0] * self.layout.page,
+            k.shape[0], steps.norm_eps,
+        )  # fmt: skip
+
+    def _apart(self, call: InsertCall) -> int:
+        """Bytes between two blocks; the stride of a single one says nothing."""
+        return call.kv_cache.stride(0) if call.kv_cache.shape[0] > 1 else self.layout.block_bytes

@@ -1,0 +1,73 @@
+// prepare_q for Hopper: queries turned and quantised, their scales folded into the weights.
+//
+// A warp has GROUPS times eight rows (token, head), see cache_row.cuh. Rows of a token follow each other, so the
+// cosines of its position come from the L1.
+#include "cache_row.cuh"
+
+struct Arguments {
+  const void* q;                                                  // [T, HEADS, 128]
+  const void* weights;                                            // [T, HEADS]
+  const void* positions;                                          // [T]
+  const void* cos_sin;                                            // [positions, ROPE_DIM]
+  unsigned char* out;                                             // [T, HEADS, 128], contiguous
+  float* out_weights;                                             // [T, HEADS], contiguous
+  long long q_stride, head_stride, weights_stride, table_stride;  // in elements
+  int rows;
+  float weight_scale;
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS) KERNEL_NAME(const __grid_constant__ Arguments arguments) {
+  const int lane = threadIdx.x % kLanes;
+  const uint32_t first =
+      blockIdx.x * kRowsOfCta + threadIdx.x / 32 * (GROUPS * kRowsOfWarp) + threadIdx.x % 32 / kLanes;
+  Raw raw[GROUPS];
+  float weight[GROUPS];
+  long long position[GROUPS];
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    const uint32_t row = first + g * kRowsOfWarp, token = row / HEADS, head = row % HEADS;
+    raw[g].clear();
+    weight[g] = 0, position[g] = 0;
+    if (row < static_cast<uint32_t>(arguments.rows)) {
+      if constexpr (ROPE_DIM > 0)
+        position[g] = POSITION_BYTES == 8 ? __ldg(static_cast<const long long*>(arguments.positions) + token)
+                                          : __ldg(static_cast<const int*>(arguments.positions) + token);
+      raw[g].load(static_cast<const char*>(arguments.q) +
+                      (token * arguments.q_stride + head * arguments.head_stride) * size_of(TYPE),
+                  lane);
+      if (lane == 0) {
+        const long long at = token * arguments.weights_stride + head;
+        if constexpr (GATES_TYPE == kFloat) {
+          weight[g] = __ldg(static_cast<const float*>(arguments.weights) + at);
+        } else {
+          weight[g] = widened(__ldg(static_cast<const unsigned short*>(arguments.weights) + at), GATES_TYPE);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    const uint32_t row = first + g * kRowsOfWarp;
+    const bool real = row < static_cast<uint32_t>(arguments.rows);
+    float x[kHeld];
+    raw[g].widen(x);
+    if constexpr (ROPE_DIM > 0) {
+      if (real) rotate(x, arguments.cos_sin, position[g] * arguments.table_stride, lane);
+    }
+    if constexpr (HADAMARD) hadamard(x, lane);
+    uint32_t codes[kChunks][2];
+    const float scale = FP4 ? quantize_through_e2m1(x, codes) : quantize_e4m3(x, codes);
+    if (!real) continue;
+    unsigned char* out = arguments.out + static_cast<long long>(row) * kChannels + lane * kChunk;
+#pragma unroll
+    for (int b = 0; b < kChunks; ++b) {
+      if constexpr (STORE >= 8) {
+        *reinterpret_cast<uint2*>(out + b * kBlock) = make_uint2(codes[b][0], codes[b][1]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) out[b * kBlock + i] = codes[b][i / 4] >> 8 * (i % 4) & 0xff;
+      }
+    }
+    if (lane == 0) arguments.out_weights[row] = __fmul_rn(weight[g], __fmul_rn(scale, arguments.weight_scale));
+  }
+}
