@@ -71,8 +71,10 @@ class Launch(RowsLaunch):
 
     def usual(self) -> Operands:
         transform = self.transform
-        vectors = (torch.float32 if there else None for there in (transform.norm, transform.bias, transform.rope))
-        return Operands(True, self.store(0, self.layout.block_bytes), *vectors)
+        weight, bias, table = (
+            torch.float32 if there else None for there in (transform.norm, transform.bias, transform.rope)
+        )
+        return Operands(True, self.store(0, self.layout.block_bytes), weight, bias, table)
 
     def operands(self, call: InsertCall) -> Operands:
         steps = call.steps
