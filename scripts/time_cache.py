@@ -52,6 +52,7 @@ SHAPES = ((4096, 32), (4096, 64), (32768, 32), (16384, 64))
 CONFIGS = [RowsConfig(*sizes) for sizes in (
     (4, 1, 8), (4, 1, 6), (4, 1, 10), (8, 1, 3), (8, 1, 4), (2, 1, 12), (2, 1, 16), (4, 2, 4), (4, 2, 5), (8, 2, 2),
 )]  # fmt: skip
+GATHERS = [RowsConfig(*sizes) for sizes in ((4, 1, 8), (4, 1, 12), (8, 1, 5), (4, 2, 8), (4, 4, 6), (8, 2, 4))]
 KEPT = 64  # timed runs
 
 
@@ -187,9 +188,13 @@ def main() -> None:
         for keys in TOKENS:
             problem = GatherProblem(keys, 1, layout, keys // layout.page)
             call, moved = gather_call(problem)
-            copy, us = timer.copy(moved), timer(run("triton-portable", problem, None, call))
-            print(f"gather, {layout}, {keys} keys: triton-portable {us:.1f} us {100 * copy / us:.0f}%", flush=True)
-            rows.append({"name": f"gather, {layout}", "shape": f"{keys}", "copy_us": copy, "us": {"triton": us}})
+            copy, times = timer.copy(moved), {"triton-portable": timer(run("triton-portable", problem, None, call))}
+            if layout.is_fp4:
+                times["cuda-sm90"] = timer(run("cuda-sm90", problem, None, call))
+                times |= {str(c): timer(run("cuda-sm90", problem, c, call)) for c in GATHERS if given.variants}
+            line = "  ".join(f"{one} {us:.1f} us {100 * copy / us:.0f}%" for one, us in times.items())
+            print(f"gather, {layout}, T={keys}, copy {copy:.1f} us:  {line}", flush=True)
+            rows.append({"name": f"gather, {layout}", "shape": f"T={keys}", "copy_us": copy, "us": times})
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
 

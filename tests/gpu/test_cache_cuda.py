@@ -21,8 +21,7 @@ pytestmark = [
 
 CHECKS = {"insert_k_cache": insert_check, "gather_k_cache": gather_check, "prepare_q": prepare_check}
 BACKENDS = ["triton-portable", "torch-blocked"]
-KERNELS = [("cuda-sm90", "insert_k_cache"), ("cuda-sm90", "prepare_q")]
-KERNELS += [("triton-portable", operation) for operation in CHECKS]
+KERNELS = [(backend, operation) for backend in ("cuda-sm90", "triton-portable") for operation in CHECKS]
 
 
 @pytest.fixture
@@ -37,14 +36,15 @@ def test_small_cases(backend, operation, device):
         if registry.explain(case.problem, arch_of(device), backend)[0].reason is None:
             assert check.run_case(case, backend, device, repeats=5) == [], case
             ran += 1
-    assert ran > 20
+    assert ran > (4 if (backend, operation) == ("cuda-sm90", "gather_k_cache") else 20)
 
 
 @pytest.mark.parametrize(("backend", "operation"), KERNELS)
 def test_large_cases(backend, operation, device):
     check, found = CHECKS[operation], suite(operation)
     for case in check.cases(True)[len(check.cases(False)) :]:
-        if no_room(found.bytes_needed(case), device) is None:
+        runs = registry.explain(case.problem, arch_of(device), backend)[0].reason is None
+        if runs and no_room(found.bytes_needed(case), device) is None:
             assert check.run_case(case, backend, device, repeats=2) == [], case
 
 

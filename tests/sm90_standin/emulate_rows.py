@@ -14,7 +14,7 @@ import torch
 from lightning_indexer.backends.cuda_sm90 import rows
 from sm90_standin.emulate import HERE, byte_range
 
-SOURCES = ("cache_row", "insert_k_cache", "prepare_q")
+SOURCES = ("row_lanes", "cache_row", "insert_k_cache", "gather_k_cache", "prepare_q")
 
 
 class RowsEmulator:

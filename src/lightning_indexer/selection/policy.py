@@ -45,6 +45,7 @@ ORDER: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "fp8_paged_mqa_topk": {"sm90": ("cuda-sm90",)},
     "insert_k_cache": {"sm90": ("cuda-sm90",)},
+    "gather_k_cache": {"sm90": ("cuda-sm90",)},
     "prepare_q": {"sm90": ("cuda-sm90",)},
     "top_k_per_row": {"sm90": ("cuda-sm90",)},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from lightning_indexer.backends.cuda_sm90.gather_k_cache import GatherKCache
 from lightning_indexer.backends.cuda_sm90.insert_k_cache import InsertKCache
 from lightning_indexer.backends.cuda_sm90.mqa_logits import MqaLogits
 from lightning_indexer.backends.cuda_sm90.mqa_topk import MqaTopK
@@ -22,6 +23,7 @@ class CudaSm90:
         "fp8_mqa_topk": MqaTopK(),
         "fp8_paged_mqa_logits": PagedMqaLogits(),
         "fp8_paged_mqa_topk": RowWaves(PagedMqaLogits(), [(TopK(), nvrtc.missing)]),
+        "gather_k_cache": GatherKCache(),
         "insert_k_cache": InsertKCache(),
         "prepare_q": PrepareQ(),
         "top_k_per_row": TopK(),

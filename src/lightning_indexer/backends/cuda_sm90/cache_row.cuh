@@ -5,11 +5,9 @@
 // lie in one lane; of the rotation's seven stages five do.
 #pragma once
 
-#include "row_ptx.cuh"
+#include "row_lanes.cuh"
 
-constexpr int kChannels = 128, kLanes = 4, kRowsOfWarp = 32 / kLanes, kHeld = kChannels / kLanes;
-constexpr int kChunk = 8, kChunks = kHeld / kChunk, kBlock = 32;  // fp4 has a scale for each 32 channels
-constexpr int kThreads = 32 * WARPS, kRowsOfCta = WARPS * GROUPS * kRowsOfWarp;
+constexpr int kHeld = kChannels / kLanes, kChunk = 8, kChunks = kHeld / kChunk;
 static_assert(kChunk * kLanes == kBlock, "one chunk of each lane is a block of fp4");
 static_assert(ROPE_DIM % (INTERLEAVED ? 32 : 64) == 0 && ROPE_DIM <= kChannels, "pairs lie within a lane");
 
@@ -99,18 +97,6 @@ struct Raw {
       unpack<TYPE>(word[i / kWords][i % kWords], x + i * kHeld / (kChunks * kWords));
   }
 };
-
-// ---- over the four lanes of a row ----
-
-__device__ __forceinline__ float sum_of_row(float v) {
-  v += __shfl_xor_sync(0xffffffff, v, 1);
-  return v + __shfl_xor_sync(0xffffffff, v, 2);
-}
-
-__device__ __forceinline__ float max_of_row(float v) {
-  v = fmaxf(v, __shfl_xor_sync(0xffffffff, v, 1));
-  return fmaxf(v, __shfl_xor_sync(0xffffffff, v, 2));
-}
 
 // ---- the steps ----
 
@@ -299,7 +285,6 @@ __device__ __forceinline__ uint32_t quantize_e2m1(const float* x, float inverse)
 
 // e4m3 codes of what is left of a row in MXFP4; gives the scale of the row.
 __device__ __forceinline__ float quantize_through_e2m1(float (&x)[kHeld], uint32_t (&codes)[kChunks][2]) {
-  constexpr int kShift = 6;             // lightning_indexer.fp4.SHIFT
   constexpr float kMagic = 6291456.0f;  // 1.5 * 2^22: a sum with it has a step of 0.5
   const Fp4Scales scales = fp4_scales(x);
   int top = -1;
@@ -312,9 +297,7 @@ __device__ __forceinline__ float quantize_through_e2m1(float (&x)[kHeld], uint32
   }
 #pragma unroll
   for (int b = 0; b < kChunks; ++b) {
-    int down = static_cast<int>(scales.byte[b]) - top + kShift;
-    down = down < -126 ? -126 : down > kShift ? kShift : down;
-    const float unit = __uint_as_float((down + 127) << 23);
+    const float unit = unit_of_block(static_cast<int>(scales.byte[b]), top);
     float y[kChunk];
 #pragma unroll
     for (int j = 0; j < kChunk; ++j) {
@@ -328,7 +311,5 @@ __device__ __forceinline__ float quantize_through_e2m1(float (&x)[kHeld], uint32
     for (int w = 0; w < 2; ++w)
       codes[b][w] = ptx::to_e4m3x2(y[4 * w], y[4 * w + 1]) | ptx::to_e4m3x2(y[4 * w + 2], y[4 * w + 3]) << 16;
   }
-  const int code = top - kShift;  // of the scale 2^(code - 127), subnormal from 0 on down
-  const uint32_t bits = top < 0 ? 0x3f800000u : code > 0 ? static_cast<uint32_t>(code) << 23 : 1u << (22 + code);
-  return __uint_as_float(broken ? 0x7fc00000 : bits);
+  return scale_of_key(top, broken);
 }
