@@ -13,6 +13,7 @@ struct Arguments {
   long long block_stride, table_stride;
   int keys, batch, max_blocks, search;  // search: steps of a bisection of the lengths
 };
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "ARGUMENT_BYTES: the host packs this struct");
 
 constexpr int kRowBytes = kChannels / 2;
 

@@ -16,6 +16,7 @@ struct Arguments {
   int tokens;
   float eps;
 };
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "ARGUMENT_BYTES: the host packs this struct");
 
 constexpr int kRowBytes = FP4 ? kChannels / 2 : kChannels;
 constexpr int kTile = 16;  // keys and bytes of a tile of the preshuffled order

@@ -15,6 +15,7 @@ struct Arguments {
   int rows;
   float weight_scale;
 };
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "ARGUMENT_BYTES: the host packs this struct");
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) KERNEL_NAME(const __grid_constant__ Arguments arguments) {
   const int lane = threadIdx.x % kLanes;

@@ -159,6 +159,7 @@ class RowsLaunch:
     def __init__(self, name: str, rows: int, config: RowsConfig, facts: dict[str, str | int]) -> None:
         self.name, self.rows, self.config, self.facts = name, rows, config, facts
         self.offset = driver.Slot.POINTERS + struct.calcsize("<Q")
+        self.argument_bytes = self.packed.size - struct.calcsize(f"<{driver.Slot.HEAD} Q")
         # By device and operands: room for the arguments of one launch each; a thread takes one, or makes it.
         self.slots: dict[tuple[int, Operands], list[driver.Slot]] = {}
 
@@ -176,7 +177,8 @@ class RowsLaunch:
 
     def macros(self, operands: Operands) -> dict[str, str | int]:
         """What the source is compiled with."""
-        return {"KERNEL_NAME": self.name, **self.config.macros(), **self.facts, **operands.macros()}
+        own = {"KERNEL_NAME": self.name, "ARGUMENT_BYTES": self.argument_bytes}
+        return {**own, **self.config.macros(), **self.facts, **operands.macros()}
 
     def precompile(self, operands: Operands) -> str:
         """Compiles the kernel into the disk cache; gives its name."""
