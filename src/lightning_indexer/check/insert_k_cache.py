@@ -31,7 +31,7 @@ from lightning_indexer.problems.insert_k_cache import (
 )
 from lightning_indexer.problems.mqa_logits import MAX_DIFF, reference_logits
 from lightning_indexer.problems.transform import Steps, Transform, transformed
-from lightning_indexer.selection import registry
+from lightning_indexer.selection import policy
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 SLOTS = ("shuffled", "some skipped", "all skipped", "in order", "past the end")
@@ -44,7 +44,6 @@ TRANSFORMS = (
     Transform(False, False, "first", 128), Transform(hadamard=True),
 )  # fmt: skip
 _GUARD = 64
-READERS = ("fp8_paged_mqa_logits", "gather_k_cache", "fp8_mqa_logits")
 
 FLAT = CacheLayout()
 
@@ -259,10 +258,10 @@ def _far(case: Case, inputs: Inputs, cache: torch.Tensor) -> list[str]:
 def read_back(case: Case, inputs: Inputs, cache: torch.Tensor, backend: str | None) -> list[str]:
     """Scores of the cache by paged decode, and by a gather and the prefill call, against those of the keys themselves.
 
-    Every slot of the case is a place of its own. A backend that only writes is read by whichever the library chooses.
+    Every slot of the case is a place of its own. Of a cache that a backend for some layouts wrote, the library chooses
+    the readers.
     """
-    if backend is not None and not all(operation in registry.get(backend).kernels for operation in READERS):
-        backend = None
+    backend = backend if backend in (policy.PORTABLE, policy.FALLBACK) else None
     layout, device = case.layout, cache.device
     generator = torch.Generator("cpu").manual_seed(case.seed + 1)
     heads, page = 32, layout.page

@@ -179,9 +179,9 @@ __device__ __forceinline__ void hadamard(float (&x)[kHeld], int lane) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) x[i] = fmaf(x[i], sign, __shfl_xor_sync(0xffffffff, x[i], bit));
   }
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) x[i] *= 0.08838834764831845f;  // 128^-1/2
 }
+// What rows are to be multiplied by after it, together with the inverse of their scale.
+constexpr float kGain = HADAMARD ? 0.08838834764831845f : 1.0f;  // 128^-1/2
 
 // ---- quantisation ----
 
@@ -198,7 +198,7 @@ __device__ __forceinline__ float quantize_e4m3(const float (&x)[kHeld], uint32_t
   float part[4] = {};
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) part[i % 4] = fmaxf(part[i % 4], fabsf(x[i]));  // a NaN does not count
-  const float amax = fmaxf(max_of_row(fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]))), 1e-4f);
+  const float amax = fmaxf(max_of_row(fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]))) * kGain, 1e-4f);
   float scale, inverse;
   if constexpr (POWER_OF_TWO) {
     const uint32_t exponent = exponent_above<0x600000, 8>(amax);  // 448 is 1.75 * 2^8
@@ -211,6 +211,7 @@ __device__ __forceinline__ float quantize_e4m3(const float (&x)[kHeld], uint32_t
     scale = amax < __uint_as_float(0x7f800000) ? scale : amax;
     inverse = __frcp_rn(scale);
   }
+  inverse *= kGain;
 #pragma unroll
   for (int b = 0; b < kChunks; ++b) {
     float y[kChunk];
@@ -255,7 +256,7 @@ __device__ __forceinline__ Fp4Scales fp4_scales(float (&x)[kHeld]) {
         amax = fmaxf(amax, fabsf(v[j]));
       }
     }
-    amax = max_of_row(amax);
+    amax = max_of_row(amax) * kGain;
     if (amax == infinity) {  // rare
 #pragma unroll
       for (int j = 0; j < kChunk; ++j) v[j] = fabsf(v[j]) < infinity ? v[j] : 0.0f;
@@ -263,6 +264,7 @@ __device__ __forceinline__ Fp4Scales fp4_scales(float (&x)[kHeld]) {
     scales.byte[b] = exponent_above<0x400000, 2>(fmaxf(amax, __uint_as_float(0x01c00000)));  // 6 is 1.5 * 2^2
     scales.inverse[b] = scales.byte[b] == 255 ? 0.0f : __uint_as_float((254 - scales.byte[b]) << 23);
     scales.some[b] = amax * scales.inverse[b] > 0.25f;
+    scales.inverse[b] *= kGain;
   }
   return scales;
 }

@@ -17,17 +17,15 @@ from lightning_indexer.problems.transform import Transform
 
 
 def heuristic(problem: GatherProblem, arch: Arch) -> RowsConfig:
-    """A key is 68 bytes: two groups a warp, so that as many are on their way."""
-    for config in (RowsConfig(4, 2, 8), RowsConfig(4, 1, 8)):
-        if problem.keys >= 2 * arch.units * config.rows:
-            return config
-    return RowsConfig(1, 1, 16)
+    """A key is 68 bytes: 48 warps an SM, so that enough of them are on their way."""
+    config = RowsConfig(4, 1, 12)
+    return config if problem.keys >= 2 * arch.units * config.rows else RowsConfig(1, 1, 16)
 
 
 def neighbours(problem: GatherProblem, arch: Arch) -> list[RowsConfig]:
     """What a tuning run measures, the heuristic's choice first."""
     chosen = heuristic(problem, arch)
-    others = [RowsConfig(*sizes) for sizes in ((4, 1, 8), (4, 1, 12), (8, 1, 5), (4, 4, 6), (8, 2, 4))]
+    others = [RowsConfig(*sizes) for sizes in ((4, 1, 8), (8, 1, 5), (4, 2, 8), (4, 4, 6), (8, 2, 4))]
     return [chosen, *(other for other in others if other != chosen)]
 
 

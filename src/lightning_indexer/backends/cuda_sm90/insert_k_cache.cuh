@@ -1,7 +1,7 @@
 // insert_k_cache for Hopper: keys transformed, quantised and written to their slots of a paged cache.
 //
-// A warp has GROUPS times eight tokens, see cache_row.cuh; all of its loads are on their way before the first row is
-// worked on. No token needs another, and no shared memory is used.
+// A warp has GROUPS times eight tokens, see cache_row.cuh; the next eight are on their way while eight are worked on.
+// No token needs another, and no shared memory is used.
 #include "cache_row.cuh"
 
 struct Arguments {
@@ -53,63 +53,74 @@ __device__ __forceinline__ void transpose(uint32_t (&word)[kChunks], int lane) {
   }
 }
 
+struct Token {
+  Raw raw;
+  long long slot, position;
+
+  __device__ __forceinline__ void load(const Arguments& arguments, long long token, int lane) {
+    raw.clear();
+    slot = -1, position = 0;
+    if (token >= arguments.tokens) return;
+    slot = __ldg(arguments.slots + token);
+    if constexpr (ROPE_DIM > 0)
+      position = POSITION_BYTES == 8 ? __ldg(static_cast<const long long*>(arguments.positions) + token)
+                                     : __ldg(static_cast<const int*>(arguments.positions) + token);
+    raw.load(static_cast<const char*>(arguments.k) + token * arguments.k_stride * size_of(TYPE), lane);
+  }
+};
+
+__device__ __forceinline__ void insert(const Token& token, const Arguments& arguments, int lane) {
+  float x[kHeld];
+  token.raw.widen(x);
+  if constexpr (WEIGHT_TYPE != kNone) layer_norm(x, arguments.weight, arguments.bias, arguments.eps, lane);
+  const bool kept = token.slot >= 0 && token.slot < arguments.capacity;
+  if constexpr (ROPE_DIM > 0) {
+    // The position of a token that is skipped may be any.
+    if (kept) rotate(x, arguments.cos_sin, token.position * arguments.table_stride, lane);
+  }
+  if constexpr (HADAMARD) hadamard(x, lane);
+  uint32_t codes[kChunks][2], words[kChunks], scale = 0;
+  if constexpr (FP4) {
+    const Fp4Scales scales = fp4_scales(x);
+#pragma unroll
+    for (int b = 0; b < kChunks; ++b) {
+      words[b] = quantize_e2m1(x + b * kChunk, scales.inverse[b]);
+      scale |= scales.byte[b] << 8 * b;
+    }
+    if constexpr (STORE == 16) transpose(words, lane);
+  } else {
+    scale = __float_as_uint(quantize_e4m3(x, codes));
+    if constexpr (UE8M0) scale = (scale >> 23) * 0x01010101u;
+  }
+  if (!kept) return;
+  const uint64_t place = static_cast<uint64_t>(token.slot);
+  unsigned char* block = arguments.cache + static_cast<long long>(place / PAGE) * arguments.block_stride;
+  const int inner = static_cast<int>(place % PAGE);
+  if constexpr (!FP4) {
+    store_e4m3(block, inner, lane, codes);
+  } else if constexpr (STORE == 16) {
+    *reinterpret_cast<uint4*>(block + inner * kRowBytes + 16 * lane) =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  } else {
+#pragma unroll
+    for (int b = 0; b < kChunks; ++b)
+      *reinterpret_cast<uint32_t*>(block + inner * kRowBytes + 16 * b + 4 * lane) = words[b];
+  }
+  if (lane == 0) *reinterpret_cast<uint32_t*>(block + PAGE * kRowBytes + 4 * inner) = scale;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) KERNEL_NAME(const __grid_constant__ Arguments arguments) {
   const int lane = threadIdx.x % kLanes;
   const long long first = static_cast<long long>(blockIdx.x) * kRowsOfCta + threadIdx.x / 32 * (GROUPS * kRowsOfWarp) +
                           threadIdx.x % 32 / kLanes;
-  Raw raw[GROUPS];
-  long long slot[GROUPS], position[GROUPS];
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    const long long token = first + g * kRowsOfWarp;
-    raw[g].clear();
-    slot[g] = -1, position[g] = 0;
-    if (token < arguments.tokens) {
-      slot[g] = __ldg(arguments.slots + token);
-      if constexpr (ROPE_DIM > 0)
-        position[g] = POSITION_BYTES == 8 ? __ldg(static_cast<const long long*>(arguments.positions) + token)
-                                          : __ldg(static_cast<const int*>(arguments.positions) + token);
-      raw[g].load(static_cast<const char*>(arguments.k) + token * arguments.k_stride * size_of(TYPE), lane);
-    }
+  Token token;
+  token.load(arguments, first, lane);
+#pragma unroll 2
+  for (int g = 1; g < GROUPS; ++g) {
+    Token next;
+    next.load(arguments, first + g * kRowsOfWarp, lane);
+    insert(token, arguments, lane);
+    token = next;
   }
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    float x[kHeld];
-    raw[g].widen(x);
-    if constexpr (WEIGHT_TYPE != kNone) layer_norm(x, arguments.weight, arguments.bias, arguments.eps, lane);
-    const bool kept = slot[g] >= 0 && slot[g] < arguments.capacity;
-    if constexpr (ROPE_DIM > 0) {
-      // The position of a token that is skipped may be any.
-      if (kept) rotate(x, arguments.cos_sin, position[g] * arguments.table_stride, lane);
-    }
-    if constexpr (HADAMARD) hadamard(x, lane);
-    uint32_t codes[kChunks][2], words[kChunks], scale = 0;
-    if constexpr (FP4) {
-      const Fp4Scales scales = fp4_scales(x);
-#pragma unroll
-      for (int b = 0; b < kChunks; ++b) {
-        words[b] = quantize_e2m1(x + b * kChunk, scales.inverse[b]);
-        scale |= scales.byte[b] << 8 * b;
-      }
-      if constexpr (STORE == 16) transpose(words, lane);
-    } else {
-      scale = __float_as_uint(quantize_e4m3(x, codes));
-      if constexpr (UE8M0) scale = (scale >> 23) * 0x01010101u;
-    }
-    if (!kept) continue;
-    const uint64_t place = static_cast<uint64_t>(slot[g]);
-    unsigned char* block = arguments.cache + static_cast<long long>(place / PAGE) * arguments.block_stride;
-    const int inner = static_cast<int>(place % PAGE);
-    if constexpr (!FP4) {
-      store_e4m3(block, inner, lane, codes);
-    } else if constexpr (STORE == 16) {
-      *reinterpret_cast<uint4*>(block + inner * kRowBytes + 16 * lane) =
-          make_uint4(words[0], words[1], words[2], words[3]);
-    } else {
-#pragma unroll
-      for (int b = 0; b < kChunks; ++b)
-        *reinterpret_cast<uint32_t*>(block + inner * kRowBytes + 16 * b + 4 * lane) = words[b];
-    }
-    if (lane == 0) *reinterpret_cast<uint32_t*>(block + PAGE * kRowBytes + 4 * inner) = scale;
-  }
+  insert(token, arguments, lane);
 }

@@ -16,13 +16,15 @@ from lightning_indexer.problems.insert_k_cache import InsertCall, InsertProblem
 
 
 def heuristic(problem: InsertProblem, arch: Arch) -> RowsConfig:
-    """By the number of tokens."""
-    return rows.heuristic(problem.tokens, problem.transform, arch)
+    """By the number of tokens; two groups a warp where blocks are single keys, whose stores are 4 bytes each."""
+    chosen = rows.heuristic(problem.tokens, problem.transform, arch)
+    return RowsConfig(4, 2, 5) if problem.layout.page == 1 and chosen.warps > 1 else chosen
 
 
 def neighbours(problem: InsertProblem, arch: Arch) -> list[RowsConfig]:
     """What a tuning run measures."""
-    return rows.neighbours(problem.tokens, problem.transform, arch)
+    chosen = heuristic(problem, arch)
+    return [chosen, *(other for other in rows.neighbours(problem.tokens, problem.transform, arch) if other != chosen)]
 
 
 class InsertKCache:

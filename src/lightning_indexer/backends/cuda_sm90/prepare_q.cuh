@@ -1,7 +1,7 @@
 // prepare_q for Hopper: queries turned and quantised, their scales folded into the weights.
 //
-// A warp has GROUPS times eight rows (token, head), see cache_row.cuh. Rows of a token follow each other, so the
-// cosines of its position come from the L1.
+// A warp has GROUPS times eight rows (token, head), see cache_row.cuh; the next eight are on their way while eight are
+// worked on. Rows of a token follow each other, so the cosines of its position come from the L1.
 #include "cache_row.cuh"
 
 struct Arguments {
@@ -17,58 +17,68 @@ struct Arguments {
 };
 static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "ARGUMENT_BYTES: the host packs this struct");
 
+struct Row {
+  Raw raw;
+  float weight;
+  long long position;
+
+  __device__ __forceinline__ void load(const Arguments& arguments, uint32_t row, int lane) {
+    const uint32_t token = row / HEADS, head = row % HEADS;
+    raw.clear();
+    weight = 0, position = 0;
+    if (row >= static_cast<uint32_t>(arguments.rows)) return;
+    if constexpr (ROPE_DIM > 0)
+      position = POSITION_BYTES == 8 ? __ldg(static_cast<const long long*>(arguments.positions) + token)
+                                     : __ldg(static_cast<const int*>(arguments.positions) + token);
+    raw.load(static_cast<const char*>(arguments.q) +
+                 (token * arguments.q_stride + head * arguments.head_stride) * size_of(TYPE),
+             lane);
+    if (lane == 0) {
+      const long long at = token * arguments.weights_stride + head;
+      if constexpr (GATES_TYPE == kFloat) {
+        weight = __ldg(static_cast<const float*>(arguments.weights) + at);
+      } else {
+        weight = widened(__ldg(static_cast<const unsigned short*>(arguments.weights) + at), GATES_TYPE);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void prepare(const Row& one, const Arguments& arguments, uint32_t row, int lane) {
+  const bool real = row < static_cast<uint32_t>(arguments.rows);
+  float x[kHeld];
+  one.raw.widen(x);
+  if constexpr (ROPE_DIM > 0) {
+    if (real) rotate(x, arguments.cos_sin, one.position * arguments.table_stride, lane);
+  }
+  if constexpr (HADAMARD) hadamard(x, lane);
+  uint32_t codes[kChunks][2];
+  const float scale = FP4 ? quantize_through_e2m1(x, codes) : quantize_e4m3(x, codes);
+  if (!real) return;
+  unsigned char* out = arguments.out + static_cast<long long>(row) * kChannels + lane * kChunk;
+#pragma unroll
+  for (int b = 0; b < kChunks; ++b) {
+    if constexpr (STORE >= 8) {
+      *reinterpret_cast<uint2*>(out + b * kBlock) = make_uint2(codes[b][0], codes[b][1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) out[b * kBlock + i] = codes[b][i / 4] >> 8 * (i % 4) & 0xff;
+    }
+  }
+  if (lane == 0) arguments.out_weights[row] = __fmul_rn(one.weight, __fmul_rn(scale, arguments.weight_scale));
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) KERNEL_NAME(const __grid_constant__ Arguments arguments) {
   const int lane = threadIdx.x % kLanes;
-  const uint32_t first =
-      blockIdx.x * kRowsOfCta + threadIdx.x / 32 * (GROUPS * kRowsOfWarp) + threadIdx.x % 32 / kLanes;
-  Raw raw[GROUPS];
-  float weight[GROUPS];
-  long long position[GROUPS];
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    const uint32_t row = first + g * kRowsOfWarp, token = row / HEADS, head = row % HEADS;
-    raw[g].clear();
-    weight[g] = 0, position[g] = 0;
-    if (row < static_cast<uint32_t>(arguments.rows)) {
-      if constexpr (ROPE_DIM > 0)
-        position[g] = POSITION_BYTES == 8 ? __ldg(static_cast<const long long*>(arguments.positions) + token)
-                                          : __ldg(static_cast<const int*>(arguments.positions) + token);
-      raw[g].load(static_cast<const char*>(arguments.q) +
-                      (token * arguments.q_stride + head * arguments.head_stride) * size_of(TYPE),
-                  lane);
-      if (lane == 0) {
-        const long long at = token * arguments.weights_stride + head;
-        if constexpr (GATES_TYPE == kFloat) {
-          weight[g] = __ldg(static_cast<const float*>(arguments.weights) + at);
-        } else {
-          weight[g] = widened(__ldg(static_cast<const unsigned short*>(arguments.weights) + at), GATES_TYPE);
-        }
-      }
-    }
+  uint32_t row = blockIdx.x * kRowsOfCta + threadIdx.x / 32 * (GROUPS * kRowsOfWarp) + threadIdx.x % 32 / kLanes;
+  Row one;
+  one.load(arguments, row, lane);
+#pragma unroll 2
+  for (int g = 1; g < GROUPS; ++g, row += kRowsOfWarp) {
+    Row next;
+    next.load(arguments, row + kRowsOfWarp, lane);
+    prepare(one, arguments, row, lane);
+    one = next;
   }
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    const uint32_t row = first + g * kRowsOfWarp;
-    const bool real = row < static_cast<uint32_t>(arguments.rows);
-    float x[kHeld];
-    raw[g].widen(x);
-    if constexpr (ROPE_DIM > 0) {
-      if (real) rotate(x, arguments.cos_sin, position[g] * arguments.table_stride, lane);
-    }
-    if constexpr (HADAMARD) hadamard(x, lane);
-    uint32_t codes[kChunks][2];
-    const float scale = FP4 ? quantize_through_e2m1(x, codes) : quantize_e4m3(x, codes);
-    if (!real) continue;
-    unsigned char* out = arguments.out + static_cast<long long>(row) * kChannels + lane * kChunk;
-#pragma unroll
-    for (int b = 0; b < kChunks; ++b) {
-      if constexpr (STORE >= 8) {
-        *reinterpret_cast<uint2*>(out + b * kBlock) = make_uint2(codes[b][0], codes[b][1]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) out[b * kBlock + i] = codes[b][i / 4] >> 8 * (i % 4) & 0xff;
-      }
-    }
-    if (lane == 0) arguments.out_weights[row] = __fmul_rn(weight[g], __fmul_rn(scale, arguments.weight_scale));
-  }
+  prepare(one, arguments, row, lane);
 }

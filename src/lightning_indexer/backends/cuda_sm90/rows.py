@@ -78,22 +78,20 @@ class Operands(NamedTuple):
 
 
 def heuristic(rows: int, transform: Transform, arch: Arch) -> RowsConfig:
-    """Many warps an SM, whose loads cover each other's latency; small CTAs where rows are few.
+    """Small CTAs, so that loads of one fall into the arithmetic of others; of one warp where rows are few.
 
-    64 registers a thread let an SM hold 32 warps; LayerNorm's gains and biases take 80.
+    LayerNorm's gains and biases take 96 registers. A rotation waits on shuffles: 48 registers let 40 warps wait.
     """
-    warps_of_sm = 24 if transform.norm else 32
-    for warps in (4, 2):
-        if rows >= 2 * arch.units * warps * WARP_ROWS:
-            return RowsConfig(warps, 1, warps_of_sm // warps)
-    return RowsConfig(1, 1, 16)
+    if rows < 2 * arch.units * 2 * WARP_ROWS:
+        return RowsConfig(1, 1, 16)
+    return RowsConfig(2, 1, 10 if transform.norm else 20 if transform.hadamard else 16)
 
 
 def neighbours(rows: int, transform: Transform, arch: Arch) -> list[RowsConfig]:
     """What a tuning run measures, the heuristic's choice first."""
     chosen = heuristic(rows, transform, arch)
-    others = [RowsConfig(*sizes) for sizes in ((4, 1, 8), (4, 1, 6), (8, 1, 3), (8, 1, 4), (4, 2, 5), (4, 2, 4))]
-    return [chosen, *(other for other in others if other != chosen)]
+    sizes = ((2, 1, 10), (2, 1, 12), (2, 1, 16), (2, 1, 20), (2, 2, 12), (2, 4, 12), (4, 1, 8), (4, 2, 5))
+    return [chosen, *(other for other in (RowsConfig(*size) for size in sizes) if other != chosen)]
 
 
 def unsupported(arch: Arch, head_dim: int, rows: int, transform: Transform) -> str | None:
@@ -177,7 +175,7 @@ class RowsLaunch:
 
     def macros(self, operands: Operands) -> dict[str, str | int]:
         """What the source is compiled with."""
-        own = {"KERNEL_NAME": self.name, "ARGUMENT_BYTES": self.argument_bytes}
+        own: dict[str, str | int] = {"KERNEL_NAME": self.name, "ARGUMENT_BYTES": self.argument_bytes}
         return {**own, **self.config.macros(), **self.facts, **operands.macros()}
 
     def precompile(self, operands: Operands) -> str:
