@@ -61,10 +61,6 @@ class Launch(RowsLaunch):
     def usual(self) -> Operands:
         return Operands(self.layout.block_bytes % 16 == 0, 16)
 
-    def operands(self, call: GatherCall) -> Operands:
-        wide = call.kv_cache.data_ptr() % 16 == 0 and self._apart(call) % 16 == 0
-        return Operands(wide, 16 if call.results[0].data_ptr() % 16 == 0 else 1)
-
     def arguments(self, call: GatherCall) -> tuple[Any, ...]:
         cache, tables, (out, out_scales) = call.kv_cache, call.block_tables, call.results
         batch, max_blocks = tables.shape
@@ -72,6 +68,10 @@ class Launch(RowsLaunch):
             cache.data_ptr(), tables.data_ptr(), call.cu_seq_lens.data_ptr(), out.data_ptr(), out_scales.data_ptr(),
             self._apart(call), tables.stride(0), call.keys, batch, max_blocks, (batch - 1).bit_length(),
         )  # fmt: skip
+
+    def kinds(self, call: GatherCall, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        cache, _, _, out, _, apart, *_ = arguments
+        return (cache | apart) & 15 == 0, 16 if out & 15 == 0 else 1, None, None, None, None, 8
 
     def _apart(self, call: GatherCall) -> int:
         """Bytes between two blocks; the stride of a single one says nothing."""

@@ -10,7 +10,7 @@ import torch
 from lightning_indexer import packages
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90 import rows
-from lightning_indexer.backends.cuda_sm90.rows import Operands, RowsConfig, RowsLaunch, address, on_16
+from lightning_indexer.backends.cuda_sm90.rows import Operands, RowsConfig, RowsLaunch, address
 from lightning_indexer.cuda import driver
 from lightning_indexer.problems.insert_k_cache import InsertCall, InsertProblem
 
@@ -78,16 +78,6 @@ class Launch(RowsLaunch):
         )
         return Operands(True, self.store(0, self.layout.block_bytes), weight, bias, table)
 
-    def operands(self, call: InsertCall) -> Operands:
-        steps = call.steps
-        weight, bias, positions, table = steps.tensors
-        return Operands(
-            on_16(call.k) and on_16(weight) and on_16(bias) and on_16(table),
-            self.store(call.kv_cache.data_ptr(), self._apart(call)),
-            None if weight is None else weight.dtype, None if bias is None else bias.dtype,
-            None if table is None else table.dtype, None, 8 if positions is None else positions.element_size(),
-        )  # fmt: skip
-
     def arguments(self, call: InsertCall) -> tuple[Any, ...]:
         k, cache, steps = call.k, call.kv_cache, call.steps
         table = steps.cos_sin_cache
@@ -95,6 +85,18 @@ class Launch(RowsLaunch):
             k.data_ptr(), cache.data_ptr(), call.slot_mapping.data_ptr(), *map(address, steps.tensors), k.stride(0),
             self._apart(call), 0 if table is None else table.stride(0), cache.shape[0] * self.layout.page,
             k.shape[0], steps.norm_eps,
+        )  # fmt: skip
+
+    def kinds(self, call: InsertCall, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        k, cache, _, weight, bias, _, table, k_stride, apart, table_stride, *_ = arguments
+        gain, shift, positions, rows_ = call.steps.tensors
+        starts = k | k_stride * call.k.element_size() | weight | bias | table
+        if rows_ is not None:
+            starts |= table_stride * rows_.element_size()
+        return (
+            starts & 15 == 0, self.store(cache, apart), None if gain is None else gain.dtype,
+            None if shift is None else shift.dtype, None if rows_ is None else rows_.dtype, None,
+            8 if positions is None else positions.element_size(),
         )  # fmt: skip
 
     def _apart(self, call: InsertCall) -> int:

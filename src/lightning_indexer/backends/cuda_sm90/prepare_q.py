@@ -10,7 +10,7 @@ import torch
 from lightning_indexer import packages
 from lightning_indexer.arch import Arch
 from lightning_indexer.backends.cuda_sm90 import rows
-from lightning_indexer.backends.cuda_sm90.rows import Operands, RowsConfig, RowsLaunch, address, on_16
+from lightning_indexer.backends.cuda_sm90.rows import Operands, RowsConfig, RowsLaunch, address
 from lightning_indexer.cuda import driver
 from lightning_indexer.problems.prepare_q import PrepareQCall, PrepareQProblem
 
@@ -65,15 +65,6 @@ class Launch(RowsLaunch):
         table = torch.float32 if self.problem.transform.rope is not None else None
         return Operands(table=table, gates=self.problem.weights_dtype)
 
-    def operands(self, call: PrepareQCall) -> Operands:
-        positions, table = call.steps.positions, call.steps.cos_sin_cache
-        return Operands(
-            on_16(call.q) and on_16(table),
-            8 if call.results[0].data_ptr() % 8 == 0 else 1,
-            None, None, None if table is None else table.dtype, call.weights.dtype,
-            8 if positions is None else positions.element_size(),
-        )  # fmt: skip
-
     def arguments(self, call: PrepareQCall) -> tuple[Any, ...]:
         q, weights, steps, (out, out_weights) = call.q, call.weights, call.steps, call.results
         table = steps.cos_sin_cache
@@ -81,4 +72,15 @@ class Launch(RowsLaunch):
             q.data_ptr(), weights.data_ptr(), address(steps.positions), address(table), out.data_ptr(),
             out_weights.data_ptr(), q.stride(0), q.stride(1), weights.stride(0),
             0 if table is None else table.stride(0), q.shape[0] * q.shape[1], call.weight_scale,
+        )  # fmt: skip
+
+    def kinds(self, call: PrepareQCall, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        q, _, _, table, out, _, q_stride, head_stride, _, table_stride, *_ = arguments
+        _, _, positions, rows_ = call.steps.tensors
+        starts = q | (q_stride | head_stride) * call.q.element_size() | table
+        if rows_ is not None:
+            starts |= table_stride * rows_.element_size()
+        return (
+            starts & 15 == 0, 8 if out & 7 == 0 else 1, None, None, None if rows_ is None else rows_.dtype,
+            call.weights.dtype, 8 if positions is None else positions.element_size(),
         )  # fmt: skip

@@ -131,14 +131,6 @@ def steps_name(transform: Transform) -> str:
     return "".join([*parts, *(["_hadamard"] if transform.hadamard else [])])
 
 
-def on_16(tensor: torch.Tensor | None) -> bool:
-    """Whether all rows of a matrix, or a vector, start on 16 bytes."""
-    if tensor is None:
-        return True
-    size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in tensor.stride()[:-1])
-
-
 def address(tensor: torch.Tensor | None) -> int:
     """Of the first element, 0 of none."""
     return 0 if tensor is None else tensor.data_ptr()
@@ -159,19 +151,23 @@ class RowsLaunch:
         self.offset = driver.Slot.POINTERS + struct.calcsize("<Q")
         self.argument_bytes = self.packed.size - struct.calcsize(f"<{driver.Slot.HEAD} Q")
         # By device and operands: room for the arguments of one launch each; a thread takes one, or makes it.
-        self.slots: dict[tuple[int, Operands], list[driver.Slot]] = {}
+        self.slots: dict[tuple[int, tuple[Any, ...]], list[driver.Slot]] = {}
 
     def usual(self) -> Operands:
         """What it is compiled for ahead of a call: vectors and tables of float32, tensors as torch allocates them."""
         raise NotImplementedError
 
-    def operands(self, call: Any) -> Operands:
-        """What the kernel has to be compiled for to run this call."""
-        raise NotImplementedError
-
     def arguments(self, call: Any) -> tuple[Any, ...]:
         """The fields of the arguments' struct."""
         raise NotImplementedError
+
+    def kinds(self, call: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The fields of ``Operands`` that the kernel has to be compiled for to run this call."""
+        raise NotImplementedError
+
+    def operands(self, call: Any) -> Operands:
+        """The same, of a call alone."""
+        return Operands(*self.kinds(call, self.arguments(call)))
 
     def macros(self, operands: Operands) -> dict[str, str | int]:
         """What the source is compiled with."""
@@ -188,15 +184,14 @@ class RowsLaunch:
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(call)
-        key = device, self.operands(call)
+        arguments = self.arguments(call)
+        key = device, self.kinds(call, arguments)
         try:
             slot = self.slots[key].pop()
         except (KeyError, IndexError):
             slot = self._new_slot(*key)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        self.packed.pack_into(
-            slot.buffer, driver.Slot.START, stream, slot.address + self.offset, *self.arguments(call)
-        )  # fmt: skip
+        self.packed.pack_into(slot.buffer, driver.Slot.START, stream, slot.address + self.offset, *arguments)
         # The driver copies the arguments before it returns.
         status = slot.launch()
         self.slots[key].append(slot)
@@ -204,9 +199,9 @@ class RowsLaunch:
             driver.check((status,))
         return None
 
-    def _new_slot(self, device: int, operands: Operands) -> driver.Slot:
-        self.slots.setdefault((device, operands), [])
-        function = _function(self.source, self.name, tuple(self.macros(operands).items()), device)
+    def _new_slot(self, device: int, kinds: tuple[Any, ...]) -> driver.Slot:
+        self.slots.setdefault((device, kinds), [])
+        function = _function(self.source, self.name, tuple(self.macros(Operands(*kinds)).items()), device)
         grid = (-(-self.rows // self.config.rows), 1, 1)
         return driver.Slot(function, grid, 32 * self.config.warps, 0, self.packed.size)
 
