@@ -86,11 +86,6 @@ struct Raw {
     }
   }
 
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kChunks * kWords; ++i) word[i / kWords][i % kWords] = 0;
-  }
-
   __device__ __forceinline__ void widen(float (&x)[kHeld]) const {
 #pragma unroll
     for (int i = 0; i < kChunks * kWords; ++i)

@@ -57,15 +57,16 @@ struct Token {
   Raw raw;
   long long slot, position;
 
-  __device__ __forceinline__ void load(const Arguments& arguments, long long token, int lane) {
-    raw.clear();
-    slot = -1, position = 0;
-    if (token >= arguments.tokens) return;
+  // Lanes behind the last token have that one too, and skip it: a branch here would hold the loads behind it back.
+  __device__ __forceinline__ void load(const Arguments& arguments, long long number, int lane) {
+    const long long token = min(number, static_cast<long long>(arguments.tokens) - 1);
     slot = __ldg(arguments.slots + token);
+    position = 0;
     if constexpr (ROPE_DIM > 0)
       position = POSITION_BYTES == 8 ? __ldg(static_cast<const long long*>(arguments.positions) + token)
                                      : __ldg(static_cast<const int*>(arguments.positions) + token);
     raw.load(static_cast<const char*>(arguments.k) + token * arguments.k_stride * size_of(TYPE), lane);
+    if (token != number) slot = -1;
   }
 };
 

@@ -22,39 +22,34 @@ struct Row {
   float weight;
   long long position;
 
+  // Lanes behind the last row have that one too, and store nothing: a branch here would hold the loads behind it back.
   __device__ __forceinline__ void load(const Arguments& arguments, uint32_t row, int lane) {
+    row = min(row, static_cast<uint32_t>(arguments.rows) - 1);
     const uint32_t token = row / HEADS, head = row % HEADS;
-    raw.clear();
-    weight = 0, position = 0;
-    if (row >= static_cast<uint32_t>(arguments.rows)) return;
+    position = 0;
     if constexpr (ROPE_DIM > 0)
       position = POSITION_BYTES == 8 ? __ldg(static_cast<const long long*>(arguments.positions) + token)
                                      : __ldg(static_cast<const int*>(arguments.positions) + token);
     raw.load(static_cast<const char*>(arguments.q) +
                  (token * arguments.q_stride + head * arguments.head_stride) * size_of(TYPE),
              lane);
-    if (lane == 0) {
-      const long long at = token * arguments.weights_stride + head;
-      if constexpr (GATES_TYPE == kFloat) {
-        weight = __ldg(static_cast<const float*>(arguments.weights) + at);
-      } else {
-        weight = widened(__ldg(static_cast<const unsigned short*>(arguments.weights) + at), GATES_TYPE);
-      }
+    const long long at = token * arguments.weights_stride + head;
+    if constexpr (GATES_TYPE == kFloat) {
+      weight = __ldg(static_cast<const float*>(arguments.weights) + at);
+    } else {
+      weight = widened(__ldg(static_cast<const unsigned short*>(arguments.weights) + at), GATES_TYPE);
     }
   }
 };
 
 __device__ __forceinline__ void prepare(const Row& one, const Arguments& arguments, uint32_t row, int lane) {
-  const bool real = row < static_cast<uint32_t>(arguments.rows);
   float x[kHeld];
   one.raw.widen(x);
-  if constexpr (ROPE_DIM > 0) {
-    if (real) rotate(x, arguments.cos_sin, one.position * arguments.table_stride, lane);
-  }
+  if constexpr (ROPE_DIM > 0) rotate(x, arguments.cos_sin, one.position * arguments.table_stride, lane);
   if constexpr (HADAMARD) hadamard(x, lane);
   uint32_t codes[kChunks][2];
   const float scale = FP4 ? quantize_through_e2m1(x, codes) : quantize_e4m3(x, codes);
-  if (!real) return;
+  if (row >= static_cast<uint32_t>(arguments.rows)) return;
   unsigned char* out = arguments.out + static_cast<long long>(row) * kChannels + lane * kChunk;
 #pragma unroll
   for (int b = 0; b < kChunks; ++b) {
