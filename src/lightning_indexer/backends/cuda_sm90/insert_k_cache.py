@@ -17,8 +17,10 @@ from lightning_indexer.problems.insert_k_cache import InsertCall, InsertProblem
 
 def heuristic(problem: InsertProblem, arch: Arch) -> RowsConfig:
     """By the number of tokens; two groups a warp where blocks are single keys, whose stores are 4 bytes each."""
-    chosen = rows.heuristic(problem.tokens, problem.transform, arch)
-    return RowsConfig(4, 2, 5) if problem.layout.page == 1 and chosen.warps > 1 else chosen
+    layout, transform = problem.layout, problem.transform
+    registers = 64 if layout.is_fp4 and transform.hadamard else 48
+    chosen = rows.heuristic(problem.tokens, transform, arch, registers=registers)
+    return RowsConfig(4, 2, 5) if layout.page == 1 and chosen.warps > 1 else chosen
 
 
 def neighbours(problem: InsertProblem, arch: Arch) -> list[RowsConfig]:

@@ -77,14 +77,14 @@ class Operands(NamedTuple):
         }
 
 
-def heuristic(rows: int, transform: Transform, arch: Arch) -> RowsConfig:
+def heuristic(rows: int, transform: Transform, arch: Arch, *, registers: int = 48) -> RowsConfig:
     """Small CTAs, so that loads of one fall into the arithmetic of others; of one warp where rows are few.
 
-    LayerNorm's gains and biases take 96 registers. A rotation waits on shuffles: 48 registers let 40 warps wait.
+    48 registers a thread let 40 warps of an SM wait for loads and shuffles; with LayerNorm's gains 64 are better.
     """
     if rows < 2 * arch.units * 2 * WARP_ROWS:
         return RowsConfig(1, 1, 16)
-    return RowsConfig(2, 1, 10 if transform.norm else 20 if transform.hadamard else 16)
+    return RowsConfig(2, 1, 20 if registers == 48 and not transform.norm else 16)
 
 
 def neighbours(rows: int, transform: Transform, arch: Arch) -> list[RowsConfig]:
