@@ -32,17 +32,21 @@ SM90, GFX942, GFX950 = map(Arch.parse, ("sm90", "gfx942", "gfx950"))
 )
 def test_backends_by_arch(arch, names):
     assert prebuild.backends(arch) == names
-    assert prebuild.backends(arch, "fp8_paged_mqa_logits") == (["cuda-sm90"] if arch is SM90 else [])
+    for operation in (*prebuild.SCORES[1:], *prebuild.CACHE):
+        assert prebuild.backends(arch, operation) == (["cuda-sm90"] if arch is SM90 else [])
 
 
 def test_a_plan_has_every_size_that_heuristics_tell_apart():
-    batch, decode = prebuild.plan(SM90, [64], [128])
+    batch, decode, *cache = prebuild.plan(SM90, [64], [128])
     assert str(batch) == "cuda-sm90 fp8_mqa_logits H=64 D=128"
     assert str(decode) == "cuda-sm90 fp8_paged_mqa_logits H=64 D=128"
     assert {(p.next_n, p.form) for p in decode.problems} == {(n, f) for n in (1, 2, 4) for f in ("clean", "noclean")}
     assert prebuild.plan(SM90, [64], [128], operations=["fp8_paged_mqa_logits"]) == [decode]
     with pytest.raises(ValueError, match="operation: got 'x', expected one of fp8_mqa_logits"):
         prebuild.plan(SM90, [64], [128], operations=["x"])
+    assert list(map(str, cache)) == [
+        "cuda-sm90 insert_k_cache D=128", "cuda-sm90 gather_k_cache D=128", "cuda-sm90 prepare_q H=64 D=128",
+    ]  # fmt: skip
     sizes = {(problem.rows, problem.keys) for problem in batch.problems}
     assert len(sizes) == len(prebuild.ROWS) * len(prebuild.KEYS)
     assert {(p.clean_logits, p.compressed) for p in batch.problems} == {(True, False), (False, False), (False, True)}
@@ -52,6 +56,9 @@ def test_a_plan_has_every_size_that_heuristics_tell_apart():
     assert {problem.out_dtype for problem in hip.problems} == {torch.float32}
     assert not any(problem.compressed for problem in hip.problems)
     assert prebuild.plan(SM90, [20], [128]) == []
+    # Keys have no heads.
+    both = prebuild.plan(SM90, [32, 64], [128], operations=prebuild.CACHE)
+    assert [batch.operation for batch in both] == ["insert_k_cache", "gather_k_cache", "prepare_q", "prepare_q"]
     with pytest.raises(
         ValueError, match=r"got 'triton-portable', which compiles at its first call, expected one of cuda"
     ):
@@ -77,6 +84,17 @@ def test_decode_of_sizes_in_between_takes_no_other_kernel():
             for next_n in prebuild.NEXT_N:
                 problem = batch.problems[0]._replace(batch=b, width=width, max_blocks=-(-width // 64), next_n=next_n)
                 assert kernel.config(problem, SM90).name in planned
+
+
+def test_the_cache_of_sizes_in_between_takes_no_other_kernel():
+    for batch in prebuild.plan(SM90, [32, 64], [128], operations=prebuild.CACHE):
+        kernel = dispatch.kernel("cuda-sm90", batch.operation)
+        planned = {kernel.launch(p, SM90, kernel.config(p, SM90)).name for p in batch.problems}
+        count = "keys" if batch.operation == "gather_k_cache" else "tokens"
+        for problem in batch.problems:
+            for size in (2, 100, 250, 1000, 5000, 20000, 10**6):
+                other = problem._replace(**{count: size})
+                assert kernel.launch(other, SM90, kernel.config(other, SM90)).name in planned
 
 
 def _name(backend: str, problem: MqaLogitsProblem, arch: Arch) -> str:

@@ -67,7 +67,7 @@ class Emulator:
     def run(self, call: PagedMqaLogitsCall, launch: host.Launch, monkeypatch: Any, *, seed: int = 1) -> None:
         """One call by the host code of the backend, its launch replaced."""
         library = self.library(launch.config)
-        ranges = [_range(tensor) for tensor in call if isinstance(tensor, torch.Tensor)]
+        ranges = [byte_range(tensor) for tensor in call if isinstance(tensor, torch.Tensor)]
 
         class Slot:
             HEAD, START, POINTERS = host.driver.Slot.HEAD, host.driver.Slot.START, host.driver.Slot.POINTERS
@@ -92,7 +92,7 @@ class Emulator:
         launch(call)
 
 
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and one past the last that a tensor may be read at."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (

@@ -12,10 +12,14 @@ import torch
 
 from lightning_indexer import artifacts
 from lightning_indexer.arch import Arch
-from lightning_indexer.problems import mqa_logits, paged_mqa_logits
+from lightning_indexer.problems import gather_k_cache, insert_k_cache, mqa_logits, paged_mqa_logits, prepare_q
 from lightning_indexer.problems.cache_layout import CacheLayout
+from lightning_indexer.problems.gather_k_cache import GatherProblem
+from lightning_indexer.problems.insert_k_cache import InsertProblem
 from lightning_indexer.problems.mqa_logits import FORMS, Form, MqaLogitsProblem
 from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsProblem
+from lightning_indexer.problems.prepare_q import PrepareQProblem
+from lightning_indexer.problems.transform import Transform
 from lightning_indexer.selection import registry
 
 # Sizes between which heuristics change their mind; kernels take M and N at run time.
@@ -25,7 +29,14 @@ KEYS = (1, 1024, 16384, 131072)
 BATCHES = ((1, 1024), (512, 131072))
 NEXT_N = (1, 2, 4)
 PAGE = 64
-OPERATIONS = (mqa_logits.OPERATION, paged_mqa_logits.OPERATION)
+SCORES = (mqa_logits.OPERATION, paged_mqa_logits.OPERATION)
+# Of the cache: T, and what engines fuse into keys, and into queries without the LayerNorm.
+TOKENS = (1, 131072)
+ROPES = (
+    Transform(), Transform(rope="first", rope_dim=64), Transform(rope="first", rope_dim=64, interleaved=True),
+)  # fmt: skip
+CACHE = (insert_k_cache.OPERATION, gather_k_cache.OPERATION, prepare_q.OPERATION)
+OPERATIONS = (*SCORES, *CACHE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,8 @@ class Batch:
         return operation
 
     def __str__(self) -> str:
-        return f"{self.backend} {self.operation} H={self.problems[0].heads} D={self.problems[0].head_dim}"
+        heads = getattr(self.problems[0], "heads", None)  # keys have none
+        return f"{self.backend} {self.operation}{'' if heads is None else f' H={heads}'} D={self.problems[0].head_dim}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +95,8 @@ def plan(
         heads, head_dims: H and D of the models that will run.
         forms, out_dtypes: of their calls; decode has no compressed form.
         names: of backends; None: all that compile ahead for the arch.
-        operations: some of ``OPERATIONS``.
+        operations: some of ``OPERATIONS``. The cache's are for H and D whose scores are compiled too, where both are
+            asked for.
 
     Raises:
         ValueError: an unknown operation, or a backend that compiles none of them ahead.
@@ -99,16 +112,25 @@ def plan(
             raise ValueError(
                 f"backend: got {name!r}, which compiles at its first call, expected one of {', '.join(able)}"
             )
-    batches = []
+    batches: list[Batch] = []
     for operation, kernels in known.items():
+        shapes = [(h, d) for h in heads for d in head_dims]
+        if operation in CACHE and set(operations) & set(SCORES):
+            scored = {(batch.problems[0].heads, batch.problems[0].head_dim) for batch in batches if _scores(batch)}
+            shapes = [shape for shape in shapes if shape in scored]
+        if operation in CACHE and operation != prepare_q.OPERATION:  # keys have no heads
+            shapes = list({d: (h, d) for h, d in shapes}.values())
         for name in backends(arch, operation) if chosen is None else chosen:
-            for h in heads if name in kernels else ():
-                for d in head_dims:
-                    problems = _problems(operation, h, d, forms, out_dtypes)
-                    able_to = tuple(problem for problem in problems if kernels[name].supports(problem, arch) is None)
-                    if able_to:
-                        batches.append(Batch(name, arch.name, able_to))
+            for h, d in shapes if name in kernels else ():
+                problems = _problems(operation, h, d, forms, out_dtypes)
+                able_to = tuple(problem for problem in problems if kernels[name].supports(problem, arch) is None)
+                if able_to:
+                    batches.append(Batch(name, arch.name, able_to))
     return batches
+
+
+def _scores(batch: Batch) -> bool:
+    return batch.operation in SCORES
 
 
 def _problems(
@@ -123,6 +145,8 @@ def _problems(
             )
             for form in forms for dtype in out_dtypes for m in ROWS for n in KEYS
         ]  # fmt: skip
+    if operation in CACHE:
+        return _of_cache(operation, heads, head_dim)
     return [
         PagedMqaLogitsProblem(
             batch, next_n, width, heads, head_dim, CacheLayout(PAGE, head_dim), -(-width // PAGE), out_dtype=dtype,
@@ -130,6 +154,23 @@ def _problems(
         )
         for form in forms if form != "compressed" for dtype in out_dtypes for next_n in NEXT_N
         for batch, width in BATCHES
+    ]  # fmt: skip
+
+
+def _of_cache(operation: str, heads: int, head_dim: int) -> list[Any]:
+    """Keys with float32 scales and powers of two, and LayerNorm with a bias; MXFP4 keys to gather; q behind RoPE."""
+    scales = (False, True)
+    if operation == insert_k_cache.OPERATION:
+        layouts = [CacheLayout(PAGE, head_dim, scales="power of two" if power else "float32") for power in scales]
+        steps = [rope._replace(norm=rope.rope is not None, bias=rope.rope is not None) for rope in ROPES]
+        return [
+            InsertProblem(tokens, head_dim, layout, step) for tokens in TOKENS for layout in layouts for step in steps
+        ]
+    if operation == gather_k_cache.OPERATION:
+        return [GatherProblem(tokens, 1, CacheLayout.fp4(PAGE, head_dim), 1) for tokens in TOKENS]
+    return [
+        PrepareQProblem(tokens, heads, head_dim, step, power_of_two=power)
+        for tokens in TOKENS for power in scales for step in ROPES[1:]
     ]  # fmt: skip
 
 

@@ -6,15 +6,13 @@ block table behind a sequence's last page are garbage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from lightning_indexer.arch import Arch
 from lightning_indexer.calls.gather_k_cache import gather_k_cache
-from lightning_indexer.check.insert_k_cache import layouts
-from lightning_indexer.check.verify import Finding, SimulatedCase
+from lightning_indexer.check.cache import RowSuite, blocks_of_4_gib, layouts, pool
 from lightning_indexer.fp4 import FP4
 from lightning_indexer.problems.cache_layout import CacheLayout
 from lightning_indexer.problems.gather_k_cache import (
@@ -98,7 +96,7 @@ class Case:
 
     @property
     def blocks(self) -> int:
-        first = 2**32 // (self.layout.block_bytes + self.gap) + 1 if self.far else 0
+        first = blocks_of_4_gib(self.layout, self.gap) if self.far else 0
         return first + self.batch * self.max_blocks + 1
 
 
@@ -144,7 +142,7 @@ class Inputs:
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
     """The tensors of a case, the same at each time: random bytes in permuted blocks."""
-    layout, apart = case.layout, case.layout.block_bytes + case.gap
+    layout = case.layout
     generator = torch.Generator("cpu").manual_seed(case.seed + case.width)
     count = case.batch * case.max_blocks
     first = case.blocks - 1 - count
@@ -160,10 +158,8 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
         flat[:, : layout.value_bytes : 48] = 0x80  # -0, and blocks of zeros
         flat[2::5, 16:32] = 0
         flat[3::5, : layout.row_bytes] = 0
-    cache = torch.full((case.blocks, apart), 0x55, dtype=torch.uint8, device=device)
-    cache[first : first + count, : layout.block_bytes] = flat.to(device)
-    row = layout.row_bytes + 4
-    view = cache.as_strided((case.blocks, *layout.block_shape), (apart, row, row, 1))
+    buffer, view = pool(layout, case.blocks, case.gap, device, fill=0x55)
+    buffer.view(case.blocks, -1)[first : first + count, : layout.block_bytes] = flat.to(device)
     tables = torch.randperm(count, generator=generator).view(case.batch, case.max_blocks) + first
     tokens = torch.tensor(case.tokens(), dtype=torch.int64)
     behind = torch.arange(case.max_blocks) * layout.page >= (tokens // case.ratio)[:, None]
@@ -256,33 +252,12 @@ def _difference(found: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Ten
     return difference((found[0][~broken], found[1][~broken]), (right[0][~broken], right[1][~broken]))
 
 
-class GatherKCacheSuite:
+class GatherKCacheSuite(RowSuite):
     """The suite of ``gather_k_cache``."""
 
     operation = OPERATION
-
-    def cases(self, *, full: bool) -> list[Case]:
-        return cases(full)
-
-    def problem(self, case: Case) -> GatherProblem:
-        return case.problem
+    sweep, few, run = staticmethod(cases), staticmethod(simulated_cases), staticmethod(run_case)
 
     def bytes_needed(self, case: Case) -> int:
         size = case.blocks * (case.layout.block_bytes + case.gap)
         return 2 * size + 40 * case.batch * case.width * case.layout.head_dim + 2**28
-
-    def check(self, case: Case, backend: str, device: torch.device, *, repeats: int) -> Finding:
-        return Finding(tuple(run_case(case, backend, device, repeats=repeats)), dtype=torch.uint8)
-
-    def simulated_cases(
-        self, arch: Arch, backends: Sequence[str], *, seed: int = 0, thorough: bool = False,
-        heads: Sequence[int] | None = None, head_dims: Sequence[int] | None = None,
-    ) -> list[SimulatedCase]:  # fmt: skip
-        return [
-            SimulatedCase(OPERATION, case, arch.name, backend, seed=seed + number)
-            for backend in backends
-            for number, case in enumerate(simulated_cases(arch.fp8 == "fnuz"))
-        ]
-
-    def check_simulated(self, case: SimulatedCase) -> Finding:
-        return Finding(tuple(run_case(case.case, case.backend, torch.device("cpu"))), dtype=torch.uint8)

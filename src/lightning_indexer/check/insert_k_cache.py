@@ -7,17 +7,16 @@ paged logits, and through a gather and the prefill logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from lightning_indexer.arch import Arch
 from lightning_indexer.calls.gather_k_cache import gather_k_cache
 from lightning_indexer.calls.insert_k_cache import insert_k_cache
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.calls.paged_mqa_logits import fp8_paged_mqa_logits
-from lightning_indexer.check.verify import Finding, SimulatedCase
+from lightning_indexer.check.cache import RowSuite, blocks_of_4_gib, layouts, pool
 from lightning_indexer.fp4 import dequantize_fp4, quantize_fp4
 from lightning_indexer.fp8 import quantize_q, quantize_rows
 from lightning_indexer.problems.accuracy import calc_diff
@@ -32,7 +31,7 @@ from lightning_indexer.problems.insert_k_cache import (
 )
 from lightning_indexer.problems.mqa_logits import MAX_DIFF, reference_logits
 from lightning_indexer.problems.transform import Steps, Transform, transformed
-from lightning_indexer.selection import registry
+from lightning_indexer.selection import policy
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 SLOTS = ("shuffled", "some skipped", "all skipped", "in order", "past the end")
@@ -87,19 +86,8 @@ class Case:
     @property
     def blocks(self) -> int:
         page = self.layout.page
-        first = 2**32 // (self.layout.block_bytes + self.gap) + 1 if self.far else 0
+        first = blocks_of_4_gib(self.layout, self.gap) if self.far else 0
         return first + -(-self.tokens // page) + 2
-
-
-def layouts(fnuz: bool = False) -> list[CacheLayout]:
-    """One of every kind that engines have."""
-    dtype = FNUZ if fnuz else FN
-    found = [
-        CacheLayout(page, 128, order, scales, dtype)  # type: ignore[arg-type]
-        for page, order in ((64, "flat"), (16, "preshuffled"), (64, "preshuffled"), (1, "flat"))
-        for scales in ("float32", "power of two", "ue8m0")
-    ]
-    return [*found, CacheLayout.fp4(64), CacheLayout.fp4(128)]
 
 
 def cases(full: bool) -> list[Case]:
@@ -175,11 +163,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
 
 def make_cache(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A buffer of bytes, and the cache in it, its blocks ``gap`` bytes apart."""
-    layout, apart = case.layout, case.layout.block_bytes + case.gap
-    buffer = torch.full((2 * _GUARD + case.blocks * apart,), 0x15, dtype=torch.uint8, device=device)
-    row = layout.row_bytes + 4
-    shape = (case.blocks, *layout.block_shape)
-    return buffer, buffer.as_strided(shape, (apart, row, row, 1), _GUARD)
+    return pool(case.layout, case.blocks, case.gap, device, fill=0x15, guard=_GUARD)
 
 
 Call = Callable[[Case, Inputs, torch.Tensor], None]
@@ -274,8 +258,10 @@ def _far(case: Case, inputs: Inputs, cache: torch.Tensor) -> list[str]:
 def read_back(case: Case, inputs: Inputs, cache: torch.Tensor, backend: str | None) -> list[str]:
     """Scores of the cache by paged decode, and by a gather and the prefill call, against those of the keys themselves.
 
-    Every slot of the case is a place of its own.
+    Every slot of the case is a place of its own. Of a cache that a backend for some layouts wrote, the library chooses
+    the readers.
     """
+    backend = backend if backend in (policy.PORTABLE, policy.FALLBACK) else None
     layout, device = case.layout, cache.device
     generator = torch.Generator("cpu").manual_seed(case.seed + 1)
     heads, page = 32, layout.page
@@ -298,17 +284,14 @@ def read_back(case: Case, inputs: Inputs, cache: torch.Tensor, backend: str | No
     there = torch.zeros(width, dtype=torch.bool, device=device)
     there[inputs.slot_mapping] = True
     faults = []
-    found = {}
-    if _serves("fp8_paged_mqa_logits", backend):
-        found["paged logits"] = fp8_paged_mqa_logits(
-            q, cache, weights, lengths, blocks, width, layout=layout, backend=backend
-        )
+    found = {
+        "paged logits": fp8_paged_mqa_logits(q, cache, weights, lengths, blocks, width, layout=layout, backend=backend)
+    }
     k, kv_scale = gather_k_cache(
         cache, blocks, torch.tensor([0, width], dtype=torch.int32, device=device), width, layout=layout,
         backend=backend,
     )  # fmt: skip
-    if _serves("fp8_mqa_logits", backend):
-        found["gather and prefill logits"] = fp8_mqa_logits(q[0], (k, kv_scale), weights, zero, end, backend=backend)
+    found["gather and prefill logits"] = fp8_mqa_logits(q[0], (k, kv_scale), weights, zero, end, backend=backend)
     for name, logits in found.items():
         if bool(logits[:, there].isnan().any()):
             faults.append(f"{name}: NaN")
@@ -317,38 +300,13 @@ def read_back(case: Case, inputs: Inputs, cache: torch.Tensor, backend: str | No
     return faults
 
 
-def _serves(operation: str, backend: str | None) -> bool:
-    return backend is None or operation in registry.get(backend).kernels
-
-
-class InsertKCacheSuite:
+class InsertKCacheSuite(RowSuite):
     """The suite of ``insert_k_cache``."""
 
     operation = OPERATION
-
-    def cases(self, *, full: bool) -> list[Case]:
-        return cases(full)
-
-    def problem(self, case: Case) -> InsertProblem:
-        return case.problem
+    sweep, few, run = staticmethod(cases), staticmethod(simulated_cases), staticmethod(run_case)
 
     def bytes_needed(self, case: Case) -> int:
         # Two caches, k in float32 some times over; a pool past 4 GiB and its comparison.
         size = case.blocks * (case.layout.block_bytes + case.gap)
         return 6 * size + 40 * case.tokens * case.layout.head_dim + 2**28
-
-    def check(self, case: Case, backend: str, device: torch.device, *, repeats: int) -> Finding:
-        return Finding(tuple(run_case(case, backend, device, repeats=repeats)), dtype=torch.uint8)
-
-    def simulated_cases(
-        self, arch: Arch, backends: Sequence[str], *, seed: int = 0, thorough: bool = False,
-        heads: Sequence[int] | None = None, head_dims: Sequence[int] | None = None,
-    ) -> list[SimulatedCase]:  # fmt: skip
-        return [
-            SimulatedCase(OPERATION, case, arch.name, backend, seed=seed + number)
-            for backend in backends
-            for number, case in enumerate(simulated_cases(arch.fp8 == "fnuz"))
-        ]
-
-    def check_simulated(self, case: SimulatedCase) -> Finding:
-        return Finding(tuple(run_case(case.case, case.backend, torch.device("cpu"))), dtype=torch.uint8)

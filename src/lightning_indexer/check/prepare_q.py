@@ -5,14 +5,13 @@ Codes of rows that are only quantised are the same in every bit; behind RoPE or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from lightning_indexer.arch import Arch
 from lightning_indexer.calls.prepare_q import prepare_q
-from lightning_indexer.check.verify import Finding, SimulatedCase
+from lightning_indexer.check.cache import RowSuite
 from lightning_indexer.problems.prepare_q import (
     OPERATION,
     PrepareQCall,
@@ -131,33 +130,12 @@ def run_case(
     return faults
 
 
-class PrepareQSuite:
+class PrepareQSuite(RowSuite):
     """The suite of ``prepare_q``."""
 
     operation = OPERATION
-
-    def cases(self, *, full: bool) -> list[Case]:
-        return cases(full)
-
-    def problem(self, case: Case) -> PrepareQProblem:
-        return case.problem
+    sweep, few, run = staticmethod(cases), staticmethod(simulated_cases), staticmethod(run_case)
 
     def bytes_needed(self, case: Case) -> int:
         problem = case.problem
         return 60 * problem.tokens * problem.heads * problem.head_dim + 2**26
-
-    def check(self, case: Case, backend: str, device: torch.device, *, repeats: int) -> Finding:
-        return Finding(tuple(run_case(case, backend, device, repeats=repeats)), dtype=torch.uint8)
-
-    def simulated_cases(
-        self, arch: Arch, backends: Sequence[str], *, seed: int = 0, thorough: bool = False,
-        heads: Sequence[int] | None = None, head_dims: Sequence[int] | None = None,
-    ) -> list[SimulatedCase]:  # fmt: skip
-        return [
-            SimulatedCase(OPERATION, case, arch.name, backend, seed=seed + number)
-            for backend in backends
-            for number, case in enumerate(simulated_cases(arch.fp8 == "fnuz"))
-        ]
-
-    def check_simulated(self, case: SimulatedCase) -> Finding:
-        return Finding(tuple(run_case(case.case, case.backend, torch.device("cpu"))), dtype=torch.uint8)

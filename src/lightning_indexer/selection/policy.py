@@ -20,6 +20,10 @@ MEASURED: dict[str, frozenset[tuple[str, str]]] = {
     "fp8_mqa_logits": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
     "fp8_paged_mqa_logits": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
     "top_k_per_row": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
+    # The suite of inserts on triton-portable has not run on a GPU: its kernels are held against PyTorch.
+    "insert_k_cache": frozenset({("cuda-sm90", "sm90"), ("torch-blocked", "cpu")}),
+    "gather_k_cache": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
+    "prepare_q": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
 }
 
 
@@ -44,6 +48,9 @@ ORDER: dict[str, dict[str, tuple[str, ...]]] = {
         "gfx950": ("hip-gfx950", "gluon-gfx950", "flydsl"),
     },
     "fp8_paged_mqa_topk": {"sm90": ("cuda-sm90",)},
+    "insert_k_cache": {"sm90": ("cuda-sm90",)},
+    "gather_k_cache": {"sm90": ("cuda-sm90",)},
+    "prepare_q": {"sm90": ("cuda-sm90",)},
     "top_k_per_row": {"sm90": ("cuda-sm90",)},
 }
 
@@ -115,10 +122,16 @@ def _gluon_gfx950(problem: Any) -> tuple[str, bool]:
     )
 
 
+def _cuda_prepare_q(problem: Any) -> tuple[str, bool]:
+    # docs/kernels/cache.md: what is only quantised moves at the copy's rate in Triton, and 7% slower here.
+    return "preferred behind RoPE or a rotation, or through fp4", problem.fp4 or any(problem.transform)
+
+
 # Backends that are preferred at some shapes only: their rule in words, and whether it holds.
 _RULES: dict[tuple[str, str], Callable[[Any], tuple[str, bool]]] = {
     ("fp8_mqa_logits", "hip-gfx950"): _hip_gfx950,
     ("fp8_mqa_logits", "gluon-gfx950"): _gluon_gfx950,
+    ("prepare_q", "cuda-sm90"): _cuda_prepare_q,
     # What scores alone scores here too.
     ("fp8_mqa_topk", "hip-gfx950"): _hip_gfx950,
     ("fp8_mqa_topk", "gluon-gfx950"): _gluon_gfx950,
@@ -126,4 +139,6 @@ _RULES: dict[tuple[str, str], Callable[[Any], tuple[str, bool]]] = {
 
 
 def _shape(problem: Any) -> str:
+    if problem.operation == "prepare_q":
+        return str(problem)
     return f"M={problem.rows} N={problem.keys} H={problem.heads} D={problem.head_dim}"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from lightning_indexer.backends.cuda_sm90.gather_k_cache import GatherKCache
+from lightning_indexer.backends.cuda_sm90.insert_k_cache import InsertKCache
 from lightning_indexer.backends.cuda_sm90.mqa_logits import MqaLogits
 from lightning_indexer.backends.cuda_sm90.mqa_topk import MqaTopK
 from lightning_indexer.backends.cuda_sm90.paged_mqa_logits import PagedMqaLogits
+from lightning_indexer.backends.cuda_sm90.prepare_q import PrepareQ
 from lightning_indexer.backends.cuda_sm90.top_k import TopK
 from lightning_indexer.backends.row_waves import RowWaves
 from lightning_indexer.cuda import nvrtc
@@ -20,6 +23,9 @@ class CudaSm90:
         "fp8_mqa_topk": MqaTopK(),
         "fp8_paged_mqa_logits": PagedMqaLogits(),
         "fp8_paged_mqa_topk": RowWaves(PagedMqaLogits(), [(TopK(), nvrtc.missing)]),
+        "gather_k_cache": GatherKCache(),
+        "insert_k_cache": InsertKCache(),
+        "prepare_q": PrepareQ(),
         "top_k_per_row": TopK(),
     }
 
