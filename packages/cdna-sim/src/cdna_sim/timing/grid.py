@@ -17,7 +17,7 @@ from cdna_sim.occupancy import MAX_WAVES, SIMDS, VECTOR_GRANULE
 from cdna_sim.options import Options, Report
 from cdna_sim.timing.device import Device
 from cdna_sim.timing.instructions import ops_of
-from cdna_sim.timing.memory import UnitMemory
+from cdna_sim.timing.memory import Footprint, UnitMemory
 from cdna_sim.timing.trace import Access, Recorder, WaveTrace, Workgroup
 from cdna_sim.timing.unit import Run, replay
 
@@ -207,38 +207,44 @@ def _resident(device: Device, traces: Traces) -> int:
 
 
 def _memory(device: Device, traces: Traces) -> Callable[[bool], UnitMemory]:
-    shared, size = shared_lines(traces, _resident(device, traces) * device.units // device.dies)
+    touched = footprint(traces, _resident(device, traces) * device.units // device.dies)
     units = min(device.units, traces.count)
-    return lambda warm: UnitMemory(device, units, shared, size, warm)
+    return lambda warm: UnitMemory(device, units, touched, warm)
 
 
-def shared_lines(traces: Traces, together: int) -> tuple[frozenset[int], int]:
-    """Lines that the sampled workgroups read of arrays which several share, and how many bytes of them L2 would hold.
-
-    Those are what ``together`` workgroups of a die read, and at most the arrays.
+def footprint(traces: Traces, together: int) -> Footprint:
+    """What the launch touches, by its sampled workgroups, of which ``together`` run on a die at a time.
 
     An array is shared where its workgroups read more lines than it has: those between the first and the last that any
     sampled one reads.
     """
-    arrays: dict[int, list[set[int]]] = {}
+    read: dict[int, list[set[int]]] = {}
+    written = 0
     for waves in traces.workgroups.values():
         own: dict[int, set[int]] = {}
+        stored: set[int] = set()
         for wave in waves:
             for op, extra in zip(wave.ops, wave.extras, strict=True):
-                if isinstance(extra, Access) and not op.store:
+                if not isinstance(extra, Access):
+                    continue
+                if op.store:
+                    stored.update(extra.lines)
+                else:
                     for line in extra.lines:
                         own.setdefault(line >> _ARRAY_BITS, set()).add(line)
+        written += len(stored)
         for array, lines in own.items():
-            arrays.setdefault(array, []).append(lines)
-    found: set[int] = set()
-    size = 0
-    for sets in arrays.values():
+            read.setdefault(array, []).append(lines)
+    shared: set[int] = set()
+    abreast, whole = 0.0, written / len(traces.workgroups) * traces.count
+    for sets in read.values():
         extent = max(map(max, sets)) - min(map(min, sets)) + 1
         each = sum(map(len, sets)) / len(traces.workgroups)
+        whole += min(extent, each * traces.count)
         if each * traces.count >= _SHARED * extent:
-            found.update(*sets)
-            size += int(min(extent, each * together)) * _LINE
-    return frozenset(found), size
+            shared.update(*sets)
+            abreast += min(extent, each * together)
+    return Footprint(frozenset(shared), int(abreast * _LINE), int(whole * _LINE))
 
 
 def _launch(device: Device, found: list[Sample], traces: Traces, resident: int) -> Prediction:
