@@ -201,10 +201,10 @@ def main() -> None:
         device = timing.device_of(GFX950, published.rates.name)
         for (rows, keys, window), times in published.times.items():
             problem = MqaLogitsProblem(rows, keys, published.heads, 128, clean_logits=published.form == "clean")
-            found = predict(device, timing.record(kernel, problem, window, GFX950, samples=options.samples))
-            us = found.microseconds
-            if published.form == "clean" and name != "HIP":
-                us += rows * keys * 4 / device.memory / 1000 + device.launch
+            filled = rows * keys * 4 if published.form == "clean" and name != "HIP" else 0
+            traces = timing.record(kernel, problem, window, GFX950, samples=options.samples)
+            found = predict(device, traces, passed=filled)
+            us = found.microseconds + (filled / device.memory / 1000 + device.launch if filled else 0)
             print(
                 f"| {name} | {published.title} | {published.heads} | {rows} | {keys} | {window} | {us:.1f} | "
                 f"{times[column]:.1f} | {us / times[column]:.2f} | {found.limit} |", flush=True,

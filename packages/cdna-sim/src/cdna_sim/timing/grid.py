@@ -5,14 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdna_sim.arch import ARCHS, VECTOR_REGISTERS, WAVE
 from cdna_sim.code_object import CodeObject
-from cdna_sim.exec.code import Code
+from cdna_sim.exec.program import code_for
 from cdna_sim.occupancy import MAX_WAVES, SIMDS, VECTOR_GRANULE
 from cdna_sim.options import Options, Report
 from cdna_sim.timing.device import Device
@@ -123,7 +123,7 @@ def record(
         dynamic_lds: bytes beyond the kernel's static LDS.
         samples: how many workgroups, about.
     """
-    code = Code(code_object, kernel)
+    code = code_for(code_object, kernel)
     recorder = Recorder(ops_of(code))
     shape = run(Options(deferred=False, strict=False, workgroups=frozenset()))
     numbers = {_workgroup(number, shape.grid): number for number in sampled(shape.grid, samples)}
@@ -171,12 +171,13 @@ def spread(grid: tuple[int, int, int], values: dict[int, float]) -> Values:
     return between.reshape(-1)
 
 
-def predict(device: Device, traces: Traces) -> Prediction:
+def predict(device: Device, traces: Traces, *, passed: int = 0) -> Prediction:
     """The time of the launch.
 
     Args:
         device: one of ``DEVICES`` that runs the code.
         traces: of the launch, from :func:`record`.
+        passed: bytes that others read or wrote since the launch's inputs were, e.g. by a fill of its result.
 
     Raises:
         ValueError: the code is another architecture's.
@@ -184,7 +185,7 @@ def predict(device: Device, traces: Traces) -> Prediction:
     if traces.arch != device.arch:
         raise ValueError(f"device: got {device.name}, a {device.arch}, for a kernel for {traces.arch}")
     resident = _resident(device, traces)
-    memory = _memory(device, traces)
+    memory = _memory(device, traces, passed)
     found = []
     for number, waves in traces.workgroups.items():
         warm = number >= device.units * resident
@@ -206,8 +207,9 @@ def _resident(device: Device, traces: Traces) -> int:
     return min(traces.resident, -(-traces.count // device.units))
 
 
-def _memory(device: Device, traces: Traces) -> Callable[[bool], UnitMemory]:
+def _memory(device: Device, traces: Traces, passed: int = 0) -> Callable[[bool], UnitMemory]:
     touched = footprint(traces, _resident(device, traces) * device.units // device.dies)
+    touched = replace(touched, whole=touched.whole + passed)
     units = min(device.units, traces.count)
     return lambda warm: UnitMemory(device, units, touched, warm)
 
