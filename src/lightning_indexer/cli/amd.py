@@ -322,6 +322,7 @@ def _sweep(
         for row, _ in timing_sweep.sweep(recorded, kernels, numbers, forms, launches, samples):
             rows.append(row)
             progress.update(task, advance=1, description=f"{row['backend']} {row['rows']}x{row['keys']}")
+    recorded.save()  # with the versions of now, of which every row is
     if as_json:
         common.show_json({"kind": "timing", "launches": rows, "notes": [*notes, model.EXPLANATION]})
         return

@@ -48,13 +48,16 @@ class Recorded:
         return key in self.rows and self.rows[key]["code"] == code
 
     def add(self, row: Record) -> None:
-        """Keeps a row, on the disk too, in the sweep's order."""
+        """Keeps a row, on the disk too."""
         self.rows[_key(row)] = row
-        ordered = sorted(self.rows.values(), key=_order)
-        text = json.dumps({**self.head, "rows": ordered}, indent=1, allow_nan=False)
+        self.save()
+
+    def save(self) -> None:
+        """The file as the rows are, in the sweep's order; whole, or as it was."""
+        document = {**self.head, "rows": sorted(self.rows.values(), key=_order)}
         beside = self.path.with_name(self.path.name + ".new")
-        beside.write_text(text + "\n")
-        beside.replace(self.path)  # whole, or as it was
+        beside.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        beside.replace(self.path)
 
 
 def sweep(

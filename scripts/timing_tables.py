@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/timing.md that are of predictions, from docs/results/timing.json.
+
+    lightning-indexer timing --sweep docs/results/timing.json && scripts/timing_tables.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+BEGIN, END = "<!-- predicted: begin -->", "<!-- predicted: end -->"
+# What the model is off on published rows of the very code, root mean square: nearer predictions are no order.
+OFF = 0.15
+Record = dict[str, Any]
+
+
+def tables(document: Record) -> str:
+    """A table for each arch: predicted microseconds by backend, and what waves of the fastest wait for."""
+    parts = []
+    for arch in dict.fromkeys(row["arch"] for row in document["rows"]):
+        rows = [row for row in document["rows"] if row["arch"] == arch and row["form"] == "clean"]
+        backends = list(dict.fromkeys(row["backend"] for row in rows))
+        names = " | ".join(f"`{backend}`" for backend in backends)
+        lines = [
+            f"{rows[0]['device']}, {arch}:", "",
+            f"| H | rows | keys | window | {names} | waves of the fastest wait for |",
+            "| --- | --- | --- | --- |" + " --- |" * (len(backends) + 1),
+        ]  # fmt: skip
+        cases: dict[tuple[Any, ...], dict[str, Record]] = {}
+        for row in rows:
+            cases.setdefault((row["heads"], row["rows"], row["keys"], row["window"]), {})[row["backend"]] = row
+        for case, found in cases.items():
+            fastest = min(found.values(), key=lambda row: row["predicted_us"])
+            cells = [_cell(found.get(backend), fastest) for backend in backends]
+            lines.append("| " + " | ".join([*map(str, case), *cells, _causes(fastest)]) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _cell(row: Record | None, fastest: Record) -> str:
+    """Bold: the fastest; with a tilde what is not told from it."""
+    if row is None:
+        return ""
+    us = row["predicted_us"]
+    text = f"{us:.1f}" if us < 100 else f"{us:.0f}"
+    if row is fastest:
+        return f"**{text}**"
+    return f"~{text}" if us <= fastest["predicted_us"] * (1 + OFF) else text
+
+
+def _causes(row: Record) -> str:
+    largest = sorted(row["stalls"].items(), key=lambda cause: -cause[1])[:2]
+    return ", ".join(f"{cause} {100 * share:.0f}%" for cause, share in largest)
+
+
+def main() -> None:
+    page = DOCS / "timing.md"
+    text = page.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    document = json.loads((DOCS / "results" / "timing.json").read_text())
+    page.write_text(f"{before}{BEGIN}\n{tables(document)}\n{END}{after}")
+    print(f"{page.name}: {len(document['rows'])} rows")
+
+
+if __name__ == "__main__":
+    main()
