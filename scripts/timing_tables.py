@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the tables of docs/timing.md that are of predictions, from docs/results/timing.json.
 
-    lightning-indexer timing --sweep docs/results/timing.json && scripts/timing_tables.py
+lightning-indexer timing --sweep docs/results/timing.json && scripts/timing_tables.py
 """
 
 from __future__ import annotations

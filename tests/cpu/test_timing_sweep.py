@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("cdna_sim.timing")
 
-from cdna_sim.timing import DEVICES, Prediction  # noqa: E402
-from lightning_indexer.model import timing, timing_sweep  # noqa: E402
+from cdna_sim.timing import DEVICES, Prediction
+from lightning_indexer.model import timing, timing_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHES = ((4096, 4096, "causal"), (128, 32768, "causal"), (1024, 1024, "multi_req"))
