@@ -224,7 +224,7 @@ def timing(
         Path | None,
         typer.Option(help="Predicts the performance shapes, H 32 and 64, into this file; what it has is kept."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Workgroups of a launch that are simulated.")] = 4,
+    samples: Annotated[int, typer.Option(min=1, help="Workgroups along x that are simulated.")] = 4,
     trace: Annotated[Path | None, typer.Option(help="Writes the last launch's compute unit, for Perfetto.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draws 4000 cycles of it (.png, .svg).")] = None,
     as_json: JsonOption = False,

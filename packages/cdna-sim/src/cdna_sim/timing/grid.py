@@ -24,6 +24,7 @@ from cdna_sim.timing.unit import Run, replay
 # Arrays are 64 GiB apart (``Memory.place``), so that bits of a line's number say in which one it is.
 _ARRAY_BITS, _LINE = 36 - 7, 128
 _GOLDEN = 0.618034
+_LINES = 4  # sampled along y and z: as many as the requests of the sweeps' packed chunks
 Values = NDArray[np.float64]
 # An array is shared by workgroups where they read each of its lines this often.
 _SHARED = 1.5
@@ -121,7 +122,7 @@ def record(
         run: runs the launch in the simulator under the options it is given, and returns the report.
         code_object, kernel: what it launches.
         dynamic_lds: bytes beyond the kernel's static LDS.
-        samples: how many workgroups, about.
+        samples: how many workgroups along x, on each of up to four lines along y and z.
     """
     code = code_for(code_object, kernel)
     recorder = Recorder(ops_of(code))
@@ -141,13 +142,15 @@ def record(
 
 
 def sampled(grid: tuple[int, int, int], samples: int) -> list[int]:
-    """Numbers of workgroups from all over a grid: at two places along y and z where there are several, and along x.
+    """Numbers of workgroups from all over a grid: ``samples`` along x, on each of up to four lines along y and z.
 
-    Places along x are off the middles of their strata by the golden ratio's steps, so that nothing periodic meets them.
+    Work may lie on a diagonal, rows of one request over its own keys, so that each line takes every place along x.
+    Those are off the middles of their strata by the golden ratio's steps, so that nothing periodic meets them.
     """
     x, rest = grid[0], grid[1] * grid[2]
-    others = [rest // 4, 3 * rest // 4] if rest > 1 else [0]
-    along = max(1, min(x, samples // len(others)))
+    lines = min(_LINES, rest)
+    others = [int((n + 0.5) * rest / lines) for n in range(lines)]
+    along = max(1, min(x, samples))
     places = [min(x - 1, int((n + 0.5 + 0.5 * ((n * _GOLDEN) % 1 - 0.5)) * x / along)) for n in range(along)]
     return sorted({other * x + place for other in others for place in places})
 
@@ -158,16 +161,12 @@ def spread(grid: tuple[int, int, int], values: dict[int, float]) -> Values:
     lines: dict[int, list[tuple[int, float]]] = {}
     for number, value in sorted(values.items()):
         lines.setdefault(number // x, []).append((number % x, value))
-    along = np.arange(x)
-    rows: dict[int, Values] = {}
-    for other, line in lines.items():
-        places, known_values = np.array(line).T
-        rows[other] = np.interp(along, places, known_values)
-    known = sorted(rows)
-    if len(known) == 1:
-        return np.tile(rows[known[0]], rest)
-    part = np.clip((np.arange(rest) - known[0]) / (known[-1] - known[0]), 0, 1)[:, None]
-    between: Values = (1 - part) * rows[known[0]] + part * rows[known[-1]]
+    known = sorted(lines)
+    rows: Values = np.stack([np.interp(np.arange(x), *np.array(lines[other]).T) for other in known])
+    at = np.interp(np.arange(rest), known, np.arange(len(known)))
+    low = np.minimum(at.astype(int), max(0, len(known) - 2))
+    part = (at - low)[:, None]
+    between: Values = (1 - part) * rows[low] + part * rows[np.minimum(low + 1, len(known) - 1)]
     return between.reshape(-1)
 
 
