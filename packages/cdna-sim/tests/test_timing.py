@@ -104,14 +104,14 @@ def code_object(arch: str) -> cdna_sim.CodeObject:
 
 
 @functools.cache
-def traces(name: str, arch: str = "gfx950", waves: int = 1, grid: int = 1, samples: int = 1) -> Traces:
+def traces(name: str, arch: str = "gfx950", waves: int = 1, grid: int = 1, samples: int = 1, lines: int = 1) -> Traces:
     code, room = code_object(arch), np.zeros((1 << 20) + 256, np.uint8)
     x = room[-room.ctypes.data % 256 :][: 1 << 20]  # as allocators align
 
     def launch(options):
         return Simulator(code, name, dataclasses.replace(options, wait_states=False)).run(grid, 64 * waves, [x])
 
-    return record(launch, code, name, samples=samples)
+    return record(launch, code, name, samples=samples, lines=lines)
 
 
 def run(name: str, device=NEW, waves: int = 1, events: bool = False) -> Run:
@@ -266,6 +266,13 @@ def test_a_launch_is_its_makespan_and_the_launch():
     assert predicted.limit == "vector"
     with pytest.raises(ValueError, match="gfx942"):
         predict(OLD, found)
+
+
+def test_a_grid_of_x_alone_may_hold_lines():
+    found = traces("empty", grid=24, samples=2, lines=3)
+    assert (found.grid, found.count) == ((8, 3, 1), 24)
+    assert {number // 8 for number in found.workgroups} == {0, 1, 2}
+    assert len({number % 8 for number in found.workgroups}) == 2
 
 
 def test_stalls_and_issues_make_up_every_cycle():

@@ -43,7 +43,10 @@ def record(kernel: Any, problem: MqaLogitsProblem, window: str, arch: Arch, *, s
         return report
 
     built = kernel.build(problem, arch)
-    return timing.record(simulate, built.code_object, built.kernel, dynamic_lds=built.dynamic_lds, samples=samples)
+    return timing.record(
+        simulate, built.code_object, built.kernel, dynamic_lds=built.dynamic_lds, samples=samples,
+        lines=getattr(run, "lines", 1),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ SDWA, DPP, VCCZ, EXECZ, SCC, LITERAL = 249, 250, 251, 252, 253, 255
 
 
 @functools.cache
-def _place(encoding: type, name: str) -> tuple[int, int, int, int] | None:
+def _place(encoding: Hashable, name: str) -> tuple[int, int, int, int] | None:
     """Where a field lies in an encoding, and what it counts: its lowest bit, its mask, the number that 0 stands for,
     and the step from one number to the next. None where the encoding has no such field.
 

@@ -84,7 +84,7 @@ class Traces:
 
     Attributes:
         kernel, arch: the code.
-        grid: workgroups along x, y, z; ``waves`` of each.
+        grid: workgroups along x, y, z, or along x and in lines of x; ``waves`` of each.
         vgpr, lds: registers of a lane, and bytes of LDS of a workgroup.
         workgroups: the traces, by number in the order of dispatch.
     """
@@ -114,7 +114,13 @@ class Traces:
 
 
 def record(
-    run: Callable[[Options], Report], code_object: CodeObject, kernel: str, *, dynamic_lds: int = 0, samples: int = 6
+    run: Callable[[Options], Report],
+    code_object: CodeObject,
+    kernel: str,
+    *,
+    dynamic_lds: int = 0,
+    samples: int = 6,
+    lines: int = 1,
 ) -> Traces:
     """Simulates a sample of a launch's workgroups, evenly over the order of dispatch.
 
@@ -123,11 +129,13 @@ def record(
         code_object, kernel: what it launches.
         dynamic_lds: bytes beyond the kernel's static LDS.
         samples: how many workgroups along x, on each of up to four lines along y and z.
+        lines: how many lines a grid of x alone holds, one after another, where the kernel counts them itself.
     """
     code = code_for(code_object, kernel)
     recorder = Recorder(ops_of(code))
     shape = run(Options(deferred=False, strict=False, workgroups=frozenset()))
-    numbers = {_workgroup(number, shape.grid): number for number in sampled(shape.grid, samples)}
+    grid = (shape.grid[0] // lines, lines, 1) if lines > 1 else shape.grid
+    numbers = {_workgroup(number, shape.grid): number for number in sampled(grid, samples)}
     run(
         Options(
             deferred=False, strict=False, workgroups=frozenset(numbers), trace=recorder.trace,
@@ -136,7 +144,7 @@ def record(
     )  # fmt: skip
     resources = code.info.resources
     return Traces(
-        kernel, code_object.arch, shape.grid, -(-math.prod(shape.block) // WAVE), resources.vgpr,
+        kernel, code_object.arch, grid, -(-math.prod(shape.block) // WAVE), resources.vgpr,
         resources.lds + dynamic_lds, {number: recorder.workgroups[place] for place, number in numbers.items()},
     )  # fmt: skip
 
