@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-BEGIN, END = "<!-- predicted: begin -->", "<!-- predicted: end -->"
+BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 # What the model is off on published rows of the very code, root mean square: nearer predictions are no order.
 OFF = 0.15
 Record = dict[str, Any]
@@ -40,6 +40,38 @@ def tables(document: Record) -> str:
     return "\n\n".join(parts)
 
 
+def stalls(document: Record) -> str:
+    """What waves wait for at (4096, 32768), causal, clean: share of wave-cycles by cause, every backend."""
+    rows = [
+        row for row in document["rows"]
+        if (row["rows"], row["keys"], row["window"], row["form"]) == (4096, 32768, "causal", "clean")
+    ]  # fmt: skip
+    causes = list(dict.fromkeys(cause for row in rows for cause in row["stalls"]))
+    lines = [
+        f"| device | H | | {' | '.join(causes)} | issued | busiest unit |",
+        "| --- | --- | --- |" + " --- |" * (len(causes) + 2),
+    ]
+    for row in rows:
+        shares = [f"{100 * row['stalls'][cause]:.0f}%" for cause in causes]
+        unit = max(row["busy"], key=row["busy"].__getitem__)
+        head = [row["device"], str(row["heads"]), f"`{row['backend']}`"]
+        tail = [f"{100 * row['issued']:.0f}%", f"{unit}, {row['busy'][unit]:.2f}"]
+        lines.append("| " + " | ".join([*head, *shares, *tail]) + " |")
+    return "\n".join(lines)
+
+
+SECTIONS = {"predicted": tables, "stalls": stalls}
+
+
+def filled(page: str, document: Record) -> str:
+    """The page with each section as the document has it."""
+    for name, make in SECTIONS.items():
+        begin, end = BEGIN.format(name), END.format(name)
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{make(document)}\n{end}{rest.split(end)[1]}"
+    return page
+
+
 def _cell(row: Record | None, fastest: Record) -> str:
     """Bold: the fastest; with a tilde what is not told from it."""
     if row is None:
@@ -58,11 +90,8 @@ def _causes(row: Record) -> str:
 
 def main() -> None:
     page = DOCS / "timing.md"
-    text = page.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
     document = json.loads((DOCS / "results" / "timing.json").read_text())
-    page.write_text(f"{before}{BEGIN}\n{tables(document)}\n{END}{after}")
+    page.write_text(filled(page.read_text(), document))
     print(f"{page.name}: {len(document['rows'])} rows")
 
 
