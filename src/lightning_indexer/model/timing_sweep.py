@@ -37,7 +37,7 @@ class Recorded:
 
     def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
         self.path = path
-        self.head = {"kind": "timing", "environment": dict(environment), "model": model_version()}
+        self.head: Record = {"kind": "timing", "environment": dict(environment), "model": model_version()}
         self.rows: dict[Key, Record] = {}
         if path.exists() and path.stat().st_size:
             before = json.loads(path.read_text())
@@ -54,7 +54,7 @@ class Recorded:
 
     def save(self) -> None:
         """The file as the rows are, in the sweep's order; whole, or as it was."""
-        document = {**self.head, "rows": sorted(self.rows.values(), key=_order)}
+        document: Record = {**self.head, "rows": sorted(self.rows.values(), key=_order)}
         beside = self.path.with_name(self.path.name + ".new")
         beside.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
         beside.replace(self.path)

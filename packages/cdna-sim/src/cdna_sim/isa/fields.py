@@ -59,7 +59,8 @@ class Encoded:
 
     def bits(self, name: str) -> int:
         """A field as a number; 0 where the encoding has none of that name."""
-        place = _place(type(self.inst), name)
+        encoding: Any = type(self.inst)
+        place = _place(encoding, name)
         if place is None:
             return 0
         low, mask, first, step = place
