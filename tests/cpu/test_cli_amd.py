@@ -362,15 +362,41 @@ def test_timing_of_the_published_launches(predicted):
     assert predicted == []
 
 
+def test_timing_sweeps_into_a_file(predicted, tmp_path, monkeypatch):
+    from lightning_indexer.model import timing_sweep
+
+    asked = []
+
+    def sweep(recorded, kernels, heads, forms, launches, samples):
+        asked.append((recorded.path, list(kernels), heads, forms, len(launches), samples))
+        row = {"rows": 8, "keys": 64, "window": "causal", "heads": 32, "form": "clean", "device": "MI355X",
+               "backend": "flydsl", "predicted_us": 5.25, "limit": "vector", "stalls": {"barrier": 0.5}}  # fmt: skip
+        yield row, True
+
+    monkeypatch.setattr(timing_sweep, "sweep", sweep)
+    out = run("timing", "--backend", "flydsl", "--sweep", str(tmp_path / "t.json"))
+    assert out.status == 0, out.text
+    assert asked == [(tmp_path / "t.json", ["gfx942", "gfx950"], [32, 64], ["clean"], 16, 4)]
+    assert "8 64 causal 32 clean MI355X flydsl 5.2 vector barrier 50%" in out.text
+    asked.clear()
+    run("timing", "--backend", "flydsl", "--sweep", str(tmp_path / "t.json"), "--arch", "gfx950", "--heads", "64",
+        "--forms", "clean,noclean", "--windows", "multi_req", "--shapes", "8x64")  # fmt: skip
+    assert asked == [(tmp_path / "t.json", ["gfx950"], [64], ["clean", "noclean"], 1, 4)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--arch", "gfx942"], "no times were published for gfx942"),
         (["--device", "MI300X"], "device: got 'MI300X', expected one of MI350X, MI355X"),
         (["--shapes", "8x8", "--windows", "cp"], "causal, multi_req"),
+        (["--form", "noclean"], "is of --sweep alone"),
+        (["--sweep", "x.json", "--trace", "y.json"], "is of one launch; leave it out, or --sweep"),
+        (["--sweep", "x.json", "--form", "compressed"], "clean, noclean"),
     ],
 )
-def test_timing_refuses_by_name(predicted, arguments, message):
+def test_timing_refuses_by_name(predicted, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     out = run("timing", "--backend", "flydsl" if "gfx942" in arguments else "hip-gfx950", *arguments)
     assert out.status == 2
     assert message in out.text

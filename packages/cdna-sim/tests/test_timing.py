@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="the decoder,
 import cdna_sim  # noqa: E402
 from cdna_sim import Simulator  # noqa: E402
 from cdna_sim.timing import DEVICES, Run, Traces, predict, record, replay  # noqa: E402
-from cdna_sim.timing.grid import dispatch, sampled, sampling_error, shared_lines, spread  # noqa: E402
+from cdna_sim.timing.grid import dispatch, footprint, sampled, sampling_error, spread  # noqa: E402
 from cdna_sim.timing.memory import UnitMemory  # noqa: E402
 from cdna_sim.timing.pictures import chrome_trace  # noqa: E402
 
@@ -104,20 +104,20 @@ def code_object(arch: str) -> cdna_sim.CodeObject:
 
 
 @functools.cache
-def traces(name: str, arch: str = "gfx950", waves: int = 1, grid: int = 1, samples: int = 1) -> Traces:
+def traces(name: str, arch: str = "gfx950", waves: int = 1, grid: int = 1, samples: int = 1, lines: int = 1) -> Traces:
     code, room = code_object(arch), np.zeros((1 << 20) + 256, np.uint8)
     x = room[-room.ctypes.data % 256 :][: 1 << 20]  # as allocators align
 
     def launch(options):
         return Simulator(code, name, dataclasses.replace(options, wait_states=False)).run(grid, 64 * waves, [x])
 
-    return record(launch, code, name, samples=samples)
+    return record(launch, code, name, samples=samples, lines=lines)
 
 
 def run(name: str, device=NEW, waves: int = 1, events: bool = False) -> Run:
     found = traces(name, device.arch, waves)
-    shared, size = shared_lines(found, 1)
-    return replay(device, list(found.workgroups.values()), UnitMemory(device, 1, shared, size, False), events=events)
+    memory = UnitMemory(device, 1, footprint(found, 1), False)
+    return replay(device, list(found.workgroups.values()), memory, events=events)
 
 
 def cycles(name: str, device=NEW, waves: int = 1) -> float:
@@ -176,8 +176,13 @@ def test_nops_and_branches():
 def test_a_load_is_waited_for_from_memory_and_from_l1():
     # The same lines again: 16 accesses of four lanes that share 64 bytes, then L1.
     assert cycles("near_twice") - cycles("near_waited") == pytest.approx(NEW.l1_latency + 16 + 8, abs=8)
-    assert cycles("near_waited") > 2 * NEW.memory_latency * NEW.clock  # the argument, then the data
-    assert run("near_waited").stalls["vector memory"] > NEW.memory_latency * NEW.clock
+    assert cycles("near_waited") > 2 * NEW.cache_latency * NEW.clock  # the argument, then the data
+    assert NEW.cache_latency < run("near_waited").stalls["vector memory"] / NEW.clock < NEW.memory_latency
+
+
+def test_what_the_infinity_cache_does_not_hold_comes_from_memory():
+    small = dataclasses.replace(NEW, cache_size=1024)
+    assert cycles("near_waited", small) > 2 * NEW.memory_latency * NEW.clock
 
 
 def test_lanes_that_share_no_line_take_an_access_each():
@@ -188,7 +193,7 @@ def test_lanes_that_share_no_line_take_an_access_each():
 
 def test_counts_leave_later_operations_outstanding():
     assert cycles("two_wait1") <= cycles("two_wait0")
-    assert cycles("two_wait2") < cycles("two_wait1") - 500
+    assert cycles("two_wait2") < cycles("two_wait1") - NEW.cache_latency * NEW.clock
 
 
 def test_lds_has_a_rate_a_latency_and_banks():
@@ -205,17 +210,19 @@ def test_a_barrier_waits_for_the_last_wave():
 
 def test_shared_lines_come_from_memory_once():
     many = traces("near_waited", grid=512, samples=4)
-    shared, size = shared_lines(many, 32)
-    assert size >= 1024
-    assert len(shared) >= 8
+    touched = footprint(many, 32)
+    assert touched.together >= 1024
+    assert touched.whole >= touched.together
+    assert len(touched.shared) >= 8
     one = [next(iter(many.workgroups.values()))]
 
-    def total(size: int, warm: bool) -> float:
-        return replay(NEW, one, UnitMemory(NEW, 256, shared, size, warm)).total
+    def total(warm: bool, **changed: int) -> float:
+        return replay(NEW, one, UnitMemory(NEW, 256, dataclasses.replace(touched, **changed), warm)).total
 
-    cold, warm, spilling = total(size, False), total(size, True), total(1 << 40, True)
+    kept, warm, cold, spilling = total(False), total(True), total(False, whole=1 << 40), total(True, together=1 << 40)
     assert cold - warm > NEW.clock * (NEW.memory_latency - NEW.l2_latency)
     assert warm < spilling < cold  # what L2 does not hold comes from the Infinity Cache
+    assert warm < kept < cold  # as does what no L2 has yet
 
 
 def test_residency_by_registers_slots_and_lds():
@@ -261,6 +268,13 @@ def test_a_launch_is_its_makespan_and_the_launch():
         predict(OLD, found)
 
 
+def test_a_grid_of_x_alone_may_hold_lines():
+    found = traces("empty", grid=24, samples=2, lines=3)
+    assert (found.grid, found.count) == ((8, 3, 1), 24)
+    assert {number // 8 for number in found.workgroups} == {0, 1, 2}
+    assert len({number % 8 for number in found.workgroups}) == 2
+
+
 def test_stalls_and_issues_make_up_every_cycle():
     one = run("mixed")
     assert sum(one.stalls.values()) + one.issued == pytest.approx(one.waves, abs=8)
@@ -280,12 +294,19 @@ def test_samples_and_what_is_between_them():
         numbers = sampled(grid, 8)
         count = grid[0] * grid[1] * grid[2]
         assert numbers == sorted(set(numbers))
-        assert len(numbers) <= 8
+        assert len(numbers) <= 8 * min(4, grid[1] * grid[2])
         assert set(numbers) <= set(range(count))
         # A value linear in x is found again between samples, on every line.
         found = spread(grid, {number: float(number % grid[0]) for number in numbers})
         assert found.shape == (count,)
         middle = found.reshape(-1, grid[0])[:, grid[0] // 2]
         assert np.abs(middle - grid[0] // 2).max() <= 0.1 * grid[0]
+    # Rows of four requests over their own keys: a quarter of the workgroups has all the work, on a diagonal.
+    for columns in (4, 6, 16):
+        grid = (512, columns, 1)
+        loaded = {n: float(n % 512 // 128 == n // 512 * 4 // columns) for n in range(512 * columns)}
+        found = spread(grid, {number: loaded[number] for number in sampled(grid, 4)})
+        assert found.max() == 1.0
+        assert found.sum() == pytest.approx(sum(loaded.values()), rel=0.2)
     # Along x they do not repeat with a period of the grid's.
     assert len({number % 64 for number in sampled((1024, 1, 1), 8)}) > 6

@@ -201,7 +201,9 @@ def _versions(target: Arch) -> dict[str, str]:
 
 
 def timing(
-    arch: common.SimulatedOption = RATED[0],
+    arch: Annotated[
+        str | None, typer.Option("--arch", help=f"{common.SIMULATED_ARCHS}. Default: {RATED[0]}; of --sweep, each.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="MI300X, MI350X or MI355X. Default: the arch's fastest.")] = None,
     backend: BackendOption = None,
     heads: HeadsOption = None,
@@ -211,9 +213,16 @@ def timing(
     ] = None,
     windows: Annotated[
         list[str] | None,
-        typer.Option("--window", "--windows", help="causal, multi_req; with --shape. Default: causal."),
+        typer.Option("--window", "--windows", help="causal, multi_req. Default: causal; of --sweep, both."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Workgroups of a launch that are simulated.")] = 4,
+    form: Annotated[
+        list[str] | None, typer.Option("--form", "--forms", help="clean, noclean; of --sweep. Default: clean.")
+    ] = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option(help="Predicts the performance shapes, H 32 and 64, into this file; what it has is kept."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Workgroups along x that are simulated.")] = 4,
     trace: Annotated[Path | None, typer.Option(help="Writes the last launch's compute unit, for Perfetto.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draws 4000 cycles of it (.png, .svg).")] = None,
     as_json: JsonOption = False,
@@ -223,13 +232,22 @@ def timing(
     Without --shape: each published launch on our kernel of the same kind, with the published time beside it.
 
     Examples: `lightning-indexer timing`, `lightning-indexer timing --shape 4096x32768 --heads 32,64`,
-    `lightning-indexer timing --arch gfx942 --shape 4096x4096 --backend flydsl --trace unit.json`
+    `lightning-indexer timing --arch gfx942 --shape 4096x4096 --backend flydsl --trace unit.json`,
+    `lightning-indexer timing --sweep docs/results/timing.json`
     """
     from lightning_indexer import envs
     from lightning_indexer.model import cost as windows_model
     from lightning_indexer.model import timing as model
 
-    target, notes = common.simulated_arch(arch), list[str]()
+    if sweep is not None:
+        for option, given in (("--trace", trace), ("--picture", picture), ("--device", device)):
+            if given is not None:
+                raise typer.BadParameter("is of one launch; leave it out, or --sweep", param_hint=option)
+        _sweep(sweep, arch, backend, heads, shapes, windows, form, samples, as_json)
+        return
+    if form is not None:
+        raise typer.BadParameter("is of --sweep alone", param_hint="--form")
+    target, notes = common.simulated_arch(arch or RATED[0]), list[str]()
     if (reason := cdna.simulator_missing()) is not None:
         raise typer.BadParameter(reason, param_hint="--arch")
     for option, path in (("--trace", trace), ("--picture", picture)):
@@ -268,6 +286,65 @@ def timing(
     _draw(found[-1], trace, picture)
 
 
+def _sweep(
+    path: Path, arch: str | None, backend: list[str] | None, heads: list[str] | None, shapes: list[str] | None,
+    windows: list[str] | None, form: list[str] | None, samples: int, as_json: bool,
+) -> None:  # fmt: skip
+    """``timing --sweep``: predictions into a file."""
+    from lightning_indexer import envs
+    from lightning_indexer.check.cases import PERFORMANCE_SHAPES
+    from lightning_indexer.model import cost as windows_model
+    from lightning_indexer.model import timing as model
+    from lightning_indexer.model import timing_sweep
+
+    targets = [common.simulated_arch(name) for name in ([arch] if arch else common.SIMULATED)]
+    if (reason := cdna.simulator_missing()) is not None:
+        raise typer.BadParameter(reason, param_hint="--sweep")
+    common.writable_file("--sweep", path)
+    wanted = common.names("--window", windows or windows_model.COST_WINDOWS, windows_model.COST_WINDOWS)
+    forms = common.names("--form", form or timing_sweep.FORMS[:1], timing_sweep.FORMS)
+    numbers = common.ints("--heads", heads or ",".join(map(str, timing_sweep.HEADS)))
+    sizes = common.shapes(shapes) if shapes else PERFORMANCE_SHAPES
+    envs.stop_triton_interpreter()
+    notes = list[str]()
+    kernels = {
+        target.name: common.installed(common.compiled_kernels(backend, target), backend, notes) for target in targets
+    }
+    versions = _versions(targets[0]) | {"device": "a model of " + ", ".join(target.name for target in targets)}
+    rows = []
+    with common.bad_parameter("--sweep"):
+        recorded = timing_sweep.Recorded(path, versions)
+    launches = [(m, n, window) for m, n in sizes for window in wanted]
+    with common.progress() as progress, common.compile_errors():
+        task = progress.add_task("timing", total=None)
+        for row, _ in timing_sweep.sweep(recorded, kernels, numbers, forms, launches, samples):
+            rows.append(row)
+            progress.update(task, advance=1, description=f"{row['backend']} {row['rows']}x{row['keys']}")
+    recorded.save()  # with the versions of now, of which every row is
+    if as_json:
+        common.show_json({"kind": "timing", "launches": rows, "notes": [*notes, model.EXPLANATION]})
+        return
+    table = Table(
+        ("M", "N", "window", Column("H", "heads"), "form", "device", "backend",
+         Column("predicted us", "predicted_us", ".1f"), "limit", Column("waves wait for", "stalls")),
+        "MODEL, not measured: D=128",
+    )  # fmt: skip
+    for row in rows:
+        table.add(
+            row["rows"], row["keys"], row["window"], row["heads"], row["form"], row["device"], row["backend"],
+            row["predicted_us"], row["limit"], _causes(row["stalls"]),
+        )  # fmt: skip
+    common.show(table)
+    common.lines([*notes, model.EXPLANATION])
+
+
+def _causes(stalls: dict[str, float]) -> str:
+    """The three largest, with their shares."""
+    return ", ".join(
+        f"{cause} {100 * share:.0f}%" for cause, share in sorted(stalls.items(), key=lambda each: -each[1])[:3]
+    )
+
+
 def _timing_table(found: list[Row]) -> Table:
     """Predictions, how they come about, and published times beside them."""
     table = Table(
@@ -279,10 +356,9 @@ def _timing_table(found: list[Row]) -> Table:
     for row in found:
         rows, keys, window = row.launch
         p = row.prediction
-        causes = sorted(p.stalls.items(), key=lambda cause: -cause[1])[:3]
         table.add(
             rows, keys, window, row.heads, row.device.name, row.backend, p.microseconds, p.error, row.published,
-            row.ratio, p.limit, ", ".join(f"{cause} {100 * share:.0f}%" for cause, share in causes),
+            row.ratio, p.limit, _causes(p.stalls),
         )  # fmt: skip
     return table
 

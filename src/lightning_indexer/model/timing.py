@@ -43,7 +43,10 @@ def record(kernel: Any, problem: MqaLogitsProblem, window: str, arch: Arch, *, s
         return report
 
     built = kernel.build(problem, arch)
-    return timing.record(simulate, built.code_object, built.kernel, dynamic_lds=built.dynamic_lds, samples=samples)
+    return timing.record(
+        simulate, built.code_object, built.kernel, dynamic_lds=built.dynamic_lds, samples=samples,
+        lines=getattr(run, "lines", 1),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def published_rows(kernels: Mapping[str, Any], arch: Arch, samples: int) -> Iter
             for backend, column in published.kinds.items():
                 if backend in kernels:
                     time = times[column] if published.unit == "us" else None
-                    yield _row(kernels[backend], backend, published.heads, launch, published.form, arch, device,
+                    yield predicted(kernels[backend], backend, published.heads, launch, published.form, arch, device,
                                samples, time)  # fmt: skip
 
 
@@ -116,13 +119,14 @@ def rows(
             problem = MqaLogitsProblem(launch[0], launch[1], h, HEAD_DIM, clean_logits=True)
             for backend, kernel in kernels.items():
                 if kernel.supports(problem, arch) is None:
-                    yield _row(kernel, backend, h, launch, "clean", arch, device, samples, None)
+                    yield predicted(kernel, backend, h, launch, "clean", arch, device, samples, None)
 
 
-def _row(
+def predicted(
     kernel: Any, backend: str, heads: int, launch: Launch, form: str, arch: Arch, device: Device, samples: int,
     published: float | None,
 ) -> Row:  # fmt: skip
+    """One launch on one kernel, simulated and predicted."""
     from cdna_sim.timing import predict
 
     problem = MqaLogitsProblem(launch[0], launch[1], heads, HEAD_DIM, clean_logits=form == "clean")

@@ -62,7 +62,8 @@ class Launch:
             )
         self.problem, self.arch, self.config, self.wide = problem, arch, config, wide
         self.sizes = (problem.rows, problem.keys, problem.width, config.chunk)
-        self.grid = (-(-problem.rows // config.rows) * -(-problem.keys // config.chunk), 1, 1)
+        self.lines = -(-problem.keys // config.chunk)  # of row groups, one after another in x
+        self.grid = (-(-problem.rows // config.rows) * self.lines, 1, 1)
         self.options: dict[str, Any] = {
             "num_warps": WAVES, "waves_per_eu": config.waves_per_eu, "enable_fp_fusion": True,
         }  # fmt: skip

@@ -53,7 +53,8 @@ class Launch:
     def __init__(self, problem: MqaLogitsProblem, arch: Arch, config: TileConfig) -> None:
         self.arch, self.block = arch, config.block
         self.sizes = (problem.rows, problem.keys, problem.width, config.chunk)
-        self.grid = (problem.rows * -(-problem.width // config.chunk), 1, 1)
+        self.lines = -(-problem.width // config.chunk)  # of rows, one after another in x
+        self.grid = (problem.rows * self.lines, 1, 1)
         self.widen = arch.fp8 == "none" and problem.is_fp8
         self.constants = constants(problem, config, self.widen)
         self.options = options(config, arch)

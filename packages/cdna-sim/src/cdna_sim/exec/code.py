@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from cdna_sim.arch import ARCHS, simulated
 from cdna_sim.code_object import CodeObject
@@ -32,6 +34,13 @@ class Code:
         self.float_mode = self.info.descriptor.rsrc1 >> 12 & 0xFF
         self._lock = threading.Lock()
         self._decoded: dict[int, Instruction] = {}
+        self._found: dict[str, Any] = {}
+
+    def remember(self, name: str, find: Callable[[], Any]) -> Any:
+        """What ``find`` gave the first time: an analysis of the code that several ask for and none changes."""
+        if name not in self._found:
+            self._found.setdefault(name, find())
+        return self._found[name]
 
     @property
     def entries(self) -> tuple[int, ...]:

@@ -188,7 +188,9 @@ _NAMES: dict[str, Any] = {
 
 
 _programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
+_codes: OrderedDict[tuple[bytes, str], Code] = OrderedDict()
 _programs_lock = threading.Lock()
+_KEPT = 32
 
 
 def program_for(code_object: CodeObject, kernel: str, options: Options) -> Program:
@@ -197,8 +199,25 @@ def program_for(code_object: CodeObject, kernel: str, options: Options) -> Progr
     key = (digest, kernel, options.deferred, options.strict, options.trace is not None, options.drop)
     with _programs_lock:
         if key not in _programs:
-            while len(_programs) >= 32:
+            while len(_programs) >= _KEPT:
                 _programs.popitem(last=False)
-            _programs[key] = Program(Code(code_object, kernel), options)
+            _programs[key] = Program(_code(digest, code_object, kernel), options)
         _programs.move_to_end(key)
         return _programs[key]
+
+
+def code_for(code_object: CodeObject, kernel: str) -> Code:
+    """A kernel's decoded code, kept for whoever asks for it next."""
+    digest = hashlib.sha256(code_object.elf).digest()
+    with _programs_lock:
+        return _code(digest, code_object, kernel)
+
+
+def _code(digest: bytes, code_object: CodeObject, kernel: str) -> Code:
+    key = (digest, kernel)
+    if key not in _codes:
+        while len(_codes) >= _KEPT:
+            _codes.popitem(last=False)
+        _codes[key] = Code(code_object, kernel)
+    _codes.move_to_end(key)
+    return _codes[key]

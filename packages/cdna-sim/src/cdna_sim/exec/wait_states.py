@@ -115,7 +115,16 @@ def of_nodes(arch: Arch, nodes: dict[int, Node]) -> Iterator[Hazard]:
 
 
 def reachable(code: Code, drop: frozenset[int] = frozenset()) -> dict[int, Node]:
-    """The instructions that control can reach, by address."""
+    """The instructions that control can reach, by address; those of ``drop`` touch no register."""
+    nodes: dict[int, Node] = code.remember("reachable", lambda: _reachable(code))
+    if not drop:
+        return nodes
+    return {
+        pc: Node(node.ins, None, 0, 0, node.states, node.after) if pc in drop else node for pc, node in nodes.items()
+    }
+
+
+def _reachable(code: Code) -> dict[int, Node]:
     target = Target(code.name, code.arch, LOAD_ADDRESS, code.float_mode, deferred=True, strict=True)
     todo = list(code.entries)
     nodes: dict[int, Node] = {}
@@ -131,9 +140,7 @@ def reachable(code: Code, drop: frozenset[int] = frozenset()) -> dict[int, Node]
         product: Mfma | None = None
         # What is not modelled passes for an instruction without registers: a launch that reaches it says so.
         with contextlib.suppress(UnknownOpcode):
-            if pc in drop:
-                pass
-            elif ins.kind == "MFMA":
+            if ins.kind == "MFMA":
                 check(emitter, ins)
                 product = Mfma(ins, emitter)
             else:

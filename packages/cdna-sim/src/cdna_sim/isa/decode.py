@@ -33,22 +33,27 @@ def decode(code: bytes, pc: int, kernel: str = "") -> Instruction:
     Raises:
         UnknownOpcode: no such encoding.
     """
-    from tinygrad.renderer.amd import decode_inst
-
     # Only the scaled matrix instructions are 16 bytes long; given 16 bytes always, the decoder takes the instruction
     # before an unscaled v_mfma_*_f8f6f4 for their prefix.
     window = code[:16] if code[2:4] == b"\xac\xd3" else code[:8]
     try:
-        inst: Any = decode_inst(window, "cdna")
-        name, size = inst.op.name, inst.size()
+        return Instruction(pc, *_facts(window))
     except (ValueError, AssertionError, KeyError) as error:
         raise UnknownOpcode(f"no such encoding: {window[:8].hex(' ', 4)}", kernel=kernel, pc=pc) from error
-    name = name.removesuffix("_E32").removesuffix("_E64")
+
+
+@functools.lru_cache(1 << 16)
+def _facts(window: bytes) -> tuple[int, str, str, str, str, Any]:
+    """All of an instruction but its address: variants of a kernel have most of their machine code in common."""
+    from tinygrad.renderer.amd import decode_inst
+
+    inst: Any = decode_inst(window, "cdna")
+    name = inst.op.name.removesuffix("_E32").removesuffix("_E64")
     encoding, _, variant = type(inst).__name__.partition("_")
     variant = variant.replace("DPP16", "DPP").removesuffix("_SDST") or variant
     if variant == "MFMA":
         variant = ""
-    return Instruction(pc, size, name, encoding, variant, _kind(name, encoding), inst)
+    return inst.size(), name, encoding, variant, _kind(name, encoding), inst
 
 
 def _kind(name: str, encoding: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +11,27 @@ from typing import Any
 FLAT_SCRATCH, VCC, M0, EXEC, VGPR0 = 102, 106, 124, 126, 256
 SGPR_LIMIT = 128
 SDWA, DPP, VCCZ, EXECZ, SCC, LITERAL = 249, 250, 251, 252, 253, 255
+
+
+@functools.cache
+def _place(encoding: Hashable, name: str) -> tuple[int, int, int, int] | None:
+    """Where a field lies in an encoding, and what it counts: its lowest bit, its mask, the number that 0 stands for,
+    and the step from one number to the next. None where the encoding has no such field.
+
+    The decoder would make an object for each operand that is looked at.
+    """
+    found = getattr(encoding, name, None)
+    if found is None:
+        return None
+    first, step = 0, 1
+    if not hasattr(found, "_enum"):  # an opcode, not all of whose numbers are taken
+        first, second = (_number(found.decode(raw)) for raw in (0, 1))
+        step = second - first
+    return found.lo, found.mask, first, step
+
+
+def _number(value: Any) -> int:
+    return int(value if isinstance(value, int) else value.offset)
 
 
 @dataclass(frozen=True)
@@ -36,8 +59,12 @@ class Encoded:
 
     def bits(self, name: str) -> int:
         """A field as a number; 0 where the encoding has none of that name."""
-        value = getattr(self.inst, name, 0)
-        return int(value if isinstance(value, int) else value.offset)
+        encoding: Any = type(self.inst)
+        place = _place(encoding, name)
+        if place is None:
+            return 0
+        low, mask, first, step = place
+        return int((self.inst._raw >> low & mask) * step + first)
 
     def raw(self, high: int, low: int) -> int:
         """Bits ``high`` to ``low`` of the machine code."""

@@ -34,6 +34,9 @@ _NAME = re.compile(r"V_MFMA_(SCALE_)?(F32|I32|F64)_(\d+)X(\d+)X(\d+)_(?:(\d+)B_)
 _ELEMENT_BITS = {"F32": 32, "F16": 16, "BF16": 16, "I8": 8}
 # f8f6f4 formats by cbsz (A) and blgp (B).
 _FORMATS = {0: "FP8", 1: "BF8", 4: "FP4"}
+# Operands that a launch has converted, kept by their bytes: of one that stays while another changes, and of one tile
+# that several rows or waves multiply.
+_KEPT = 256
 
 
 class Operand:
@@ -47,10 +50,22 @@ class Operand:
         self.registers = max(1, self.per_lane * self.bits // 32)
         self.runs = 2 if halved and self.bits == 8 else 1
         self.table = float8(dialect, kind).values if kind in ("FP8", "BF8") else None
+        self.layout = (kind, size, depth, blocks, dialect, halved)
 
     def values(self, w: Wave) -> Lanes:
-        """[blocks, M, K] in float64, or int64 for I8."""
-        raw = np.ascontiguousarray(w.V[self.first : self.first + self.registers].T)
+        """[blocks, M, K] in float64; not to be written to."""
+        known = w.known.setdefault(Operand, {})
+        registers = w.V[self.first : self.first + self.registers]
+        key = (self.layout, registers.tobytes())
+        found: Lanes | None = known.get(key)
+        if found is None:
+            if len(known) >= _KEPT:
+                known.clear()
+            found = known[key] = self._converted(registers)
+        return found
+
+    def _converted(self, registers: Lanes) -> Lanes:
+        raw = np.ascontiguousarray(registers.T)
         if self.table is not None:
             lanes = self.table.take(raw.view(np.uint8))
         elif self.kind == "FP4":

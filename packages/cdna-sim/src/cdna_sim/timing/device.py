@@ -67,6 +67,7 @@ class Device:
     scalar_latency: int = 50  # cycles, a hit of the scalar cache: [latency]
     l2_bytes: int = 64  # a cycle and compute unit: 2 KB an XCD over 32, [cdna]
     l2_size: int = 4 << 20  # of an XCD, [cdna]
+    cache_size: int = 256 << 20  # Infinity Cache, which all traffic to memory passes, [cdna]
     lds_latency: int = 64  # cycles, [isa]
     line: int = 128  # bytes, [cdna]
 

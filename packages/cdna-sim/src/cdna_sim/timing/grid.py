@@ -5,25 +5,26 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdna_sim.arch import ARCHS, VECTOR_REGISTERS, WAVE
 from cdna_sim.code_object import CodeObject
-from cdna_sim.exec.code import Code
+from cdna_sim.exec.program import code_for
 from cdna_sim.occupancy import MAX_WAVES, SIMDS, VECTOR_GRANULE
 from cdna_sim.options import Options, Report
 from cdna_sim.timing.device import Device
 from cdna_sim.timing.instructions import ops_of
-from cdna_sim.timing.memory import UnitMemory
+from cdna_sim.timing.memory import Footprint, UnitMemory
 from cdna_sim.timing.trace import Access, Recorder, WaveTrace, Workgroup
 from cdna_sim.timing.unit import Run, replay
 
 # Arrays are 64 GiB apart (``Memory.place``), so that bits of a line's number say in which one it is.
 _ARRAY_BITS, _LINE = 36 - 7, 128
 _GOLDEN = 0.618034
+_LINES = 4  # sampled along y and z: as many as the requests of the sweeps' packed chunks
 Values = NDArray[np.float64]
 # An array is shared by workgroups where they read each of its lines this often.
 _SHARED = 1.5
@@ -83,7 +84,7 @@ class Traces:
 
     Attributes:
         kernel, arch: the code.
-        grid: workgroups along x, y, z; ``waves`` of each.
+        grid: workgroups along x, y, z, or along x and in lines of x; ``waves`` of each.
         vgpr, lds: registers of a lane, and bytes of LDS of a workgroup.
         workgroups: the traces, by number in the order of dispatch.
     """
@@ -113,7 +114,13 @@ class Traces:
 
 
 def record(
-    run: Callable[[Options], Report], code_object: CodeObject, kernel: str, *, dynamic_lds: int = 0, samples: int = 6
+    run: Callable[[Options], Report],
+    code_object: CodeObject,
+    kernel: str,
+    *,
+    dynamic_lds: int = 0,
+    samples: int = 6,
+    lines: int = 1,
 ) -> Traces:
     """Simulates a sample of a launch's workgroups, evenly over the order of dispatch.
 
@@ -121,12 +128,14 @@ def record(
         run: runs the launch in the simulator under the options it is given, and returns the report.
         code_object, kernel: what it launches.
         dynamic_lds: bytes beyond the kernel's static LDS.
-        samples: how many workgroups, about.
+        samples: how many workgroups along x, on each of up to four lines along y and z.
+        lines: how many lines a grid of x alone holds, one after another, where the kernel counts them itself.
     """
-    code = Code(code_object, kernel)
+    code = code_for(code_object, kernel)
     recorder = Recorder(ops_of(code))
     shape = run(Options(deferred=False, strict=False, workgroups=frozenset()))
-    numbers = {_workgroup(number, shape.grid): number for number in sampled(shape.grid, samples)}
+    grid = (shape.grid[0] // lines, lines, 1) if lines > 1 else shape.grid
+    numbers = {_workgroup(number, shape.grid): number for number in sampled(grid, samples)}
     run(
         Options(
             deferred=False, strict=False, workgroups=frozenset(numbers), trace=recorder.trace,
@@ -135,19 +144,21 @@ def record(
     )  # fmt: skip
     resources = code.info.resources
     return Traces(
-        kernel, code_object.arch, shape.grid, -(-math.prod(shape.block) // WAVE), resources.vgpr,
+        kernel, code_object.arch, grid, -(-math.prod(shape.block) // WAVE), resources.vgpr,
         resources.lds + dynamic_lds, {number: recorder.workgroups[place] for place, number in numbers.items()},
     )  # fmt: skip
 
 
 def sampled(grid: tuple[int, int, int], samples: int) -> list[int]:
-    """Numbers of workgroups from all over a grid: at two places along y and z where there are several, and along x.
+    """Numbers of workgroups from all over a grid: ``samples`` along x, on each of up to four lines along y and z.
 
-    Places along x are off the middles of their strata by the golden ratio's steps, so that nothing periodic meets them.
+    Work may lie on a diagonal, rows of one request over its own keys, so that each line takes every place along x.
+    Those are off the middles of their strata by the golden ratio's steps, so that nothing periodic meets them.
     """
     x, rest = grid[0], grid[1] * grid[2]
-    others = [rest // 4, 3 * rest // 4] if rest > 1 else [0]
-    along = max(1, min(x, samples // len(others)))
+    lines = min(_LINES, rest)
+    others = [int((n + 0.5) * rest / lines) for n in range(lines)]
+    along = max(1, min(x, samples))
     places = [min(x - 1, int((n + 0.5 + 0.5 * ((n * _GOLDEN) % 1 - 0.5)) * x / along)) for n in range(along)]
     return sorted({other * x + place for other in others for place in places})
 
@@ -158,25 +169,22 @@ def spread(grid: tuple[int, int, int], values: dict[int, float]) -> Values:
     lines: dict[int, list[tuple[int, float]]] = {}
     for number, value in sorted(values.items()):
         lines.setdefault(number // x, []).append((number % x, value))
-    along = np.arange(x)
-    rows: dict[int, Values] = {}
-    for other, line in lines.items():
-        places, known_values = np.array(line).T
-        rows[other] = np.interp(along, places, known_values)
-    known = sorted(rows)
-    if len(known) == 1:
-        return np.tile(rows[known[0]], rest)
-    part = np.clip((np.arange(rest) - known[0]) / (known[-1] - known[0]), 0, 1)[:, None]
-    between: Values = (1 - part) * rows[known[0]] + part * rows[known[-1]]
+    known = sorted(lines)
+    rows: Values = np.stack([np.interp(np.arange(x), *np.array(lines[other]).T) for other in known])
+    at = np.interp(np.arange(rest), known, np.arange(len(known)))
+    low = np.minimum(at.astype(int), max(0, len(known) - 2))
+    part = (at - low)[:, None]
+    between: Values = (1 - part) * rows[low] + part * rows[np.minimum(low + 1, len(known) - 1)]
     return between.reshape(-1)
 
 
-def predict(device: Device, traces: Traces) -> Prediction:
+def predict(device: Device, traces: Traces, *, passed: int = 0) -> Prediction:
     """The time of the launch.
 
     Args:
         device: one of ``DEVICES`` that runs the code.
         traces: of the launch, from :func:`record`.
+        passed: bytes that others read or wrote since the launch's inputs were, e.g. by a fill of its result.
 
     Raises:
         ValueError: the code is another architecture's.
@@ -184,7 +192,7 @@ def predict(device: Device, traces: Traces) -> Prediction:
     if traces.arch != device.arch:
         raise ValueError(f"device: got {device.name}, a {device.arch}, for a kernel for {traces.arch}")
     resident = _resident(device, traces)
-    memory = _memory(device, traces)
+    memory = _memory(device, traces, passed)
     found = []
     for number, waves in traces.workgroups.items():
         warm = number >= device.units * resident
@@ -206,39 +214,46 @@ def _resident(device: Device, traces: Traces) -> int:
     return min(traces.resident, -(-traces.count // device.units))
 
 
-def _memory(device: Device, traces: Traces) -> Callable[[bool], UnitMemory]:
-    shared, size = shared_lines(traces, _resident(device, traces) * device.units // device.dies)
+def _memory(device: Device, traces: Traces, passed: int = 0) -> Callable[[bool], UnitMemory]:
+    touched = footprint(traces, _resident(device, traces) * device.units // device.dies)
+    touched = replace(touched, whole=touched.whole + passed)
     units = min(device.units, traces.count)
-    return lambda warm: UnitMemory(device, units, shared, size, warm)
+    return lambda warm: UnitMemory(device, units, touched, warm)
 
 
-def shared_lines(traces: Traces, together: int) -> tuple[frozenset[int], int]:
-    """Lines that the sampled workgroups read of arrays which several share, and how many bytes of them L2 would hold.
-
-    Those are what ``together`` workgroups of a die read, and at most the arrays.
+def footprint(traces: Traces, together: int) -> Footprint:
+    """What the launch touches, by its sampled workgroups, of which ``together`` run on a die at a time.
 
     An array is shared where its workgroups read more lines than it has: those between the first and the last that any
     sampled one reads.
     """
-    arrays: dict[int, list[set[int]]] = {}
+    read: dict[int, list[set[int]]] = {}
+    written = 0
     for waves in traces.workgroups.values():
         own: dict[int, set[int]] = {}
+        stored: set[int] = set()
         for wave in waves:
             for op, extra in zip(wave.ops, wave.extras, strict=True):
-                if isinstance(extra, Access) and not op.store:
+                if not isinstance(extra, Access):
+                    continue
+                if op.store:
+                    stored.update(extra.lines)
+                else:
                     for line in extra.lines:
                         own.setdefault(line >> _ARRAY_BITS, set()).add(line)
+        written += len(stored)
         for array, lines in own.items():
-            arrays.setdefault(array, []).append(lines)
-    found: set[int] = set()
-    size = 0
-    for sets in arrays.values():
+            read.setdefault(array, []).append(lines)
+    shared: set[int] = set()
+    abreast, whole = 0.0, written / len(traces.workgroups) * traces.count
+    for sets in read.values():
         extent = max(map(max, sets)) - min(map(min, sets)) + 1
         each = sum(map(len, sets)) / len(traces.workgroups)
+        whole += min(extent, each * traces.count)
         if each * traces.count >= _SHARED * extent:
-            found.update(*sets)
-            size += int(min(extent, each * together)) * _LINE
-    return frozenset(found), size
+            shared.update(*sets)
+            abreast += min(extent, each * together)
+    return Footprint(frozenset(shared), int(abreast * _LINE), int(whole * _LINE))
 
 
 def _launch(device: Device, found: list[Sample], traces: Traces, resident: int) -> Prediction:
