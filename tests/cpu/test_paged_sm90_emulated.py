@@ -83,3 +83,18 @@ SCHEDULES = [
 def test_schedule(case, emulator):
     """All kinds of pieces."""
     assert _faults(emulator, case, _config(case, **LEAST), 3) == []
+
+
+FP4 = [
+    # A page a load, four lanes a row; zero blocks' scales, by indices.
+    Case(5, 1, 64, 128, 300, fp4=True),
+    Case(7, 1, 8, 128, 200, fp4=True, ragged=True, clean=False, out_dtype=torch.bfloat16, gap=256),
+    # Two groups of two rows, the last not full; pages of two tiles; four pages a tile.
+    Case(3, 3, 64, 128, 300, 128, fp4=True, lengths="rows", clean=False),
+    Case(4, 4, 16, 128, 150, 16, fp4=True, lengths="zeros"),
+]
+
+
+@pytest.mark.parametrize("case", FP4, ids=str)
+def test_fp4_keys(case, emulator):
+    assert _faults(emulator, case, _config(case), 1) == []

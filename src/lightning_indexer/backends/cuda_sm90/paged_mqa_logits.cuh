@@ -16,6 +16,7 @@
 //
 // -inf. Behind the last tile of a sequence it comes from the fill warps; inside tiles from the math warps.
 #include "head_sum.cuh"
+#include "paged_fp4.cuh"
 #include "paged_plan.cuh"
 #include "wgmma.cuh"
 
@@ -45,7 +46,11 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
     unsigned char* stage = s.k[k_stage];
     if constexpr (kScalesInLoad) {
       ptx::barrier_arrive_expect(full, KBox::kBytes);
-      ptx::load_3d(stage, k_map, full, 0, 0, unit.block[0], policy);
+      if constexpr (kFp4) {
+        ptx::bulk_load(stage, a.cache + unit.block[0] * a.cache_stride, KBox::kBytes, full, policy);
+      } else {
+        ptx::load_3d(stage, k_map, full, 0, 0, unit.block[0], policy);
+      }
     } else {
       const int part = unit.tile % kTilesPerPage * kBlockKeys;  // first key of the tile in its page
       ptx::barrier_arrive_expect(full, unit.blocks * (KBox::kBytes + 4 * kBlockKeys));
@@ -53,8 +58,12 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       for (int i = 0; i < kBlocks; ++i) {
         if (i >= unit.blocks) break;
         const unsigned char* block = a.cache + unit.block[i] * a.cache_stride;
-        ptx::load_3d(stage + i * KBox::kBytes, k_map, full, 0, part, unit.block[i], policy);
-        ptx::bulk_load(stage + kTileBytes + i * 4 * kBlockKeys, block + kPage * kHeadDim + 4 * part, 4 * kBlockKeys,
+        if constexpr (kFp4) {
+          ptx::bulk_load(stage + i * KBox::kBytes, block + part * kRowBytes, KBox::kBytes, full, policy);
+        } else {
+          ptx::load_3d(stage + i * KBox::kBytes, k_map, full, 0, part, unit.block[i], policy);
+        }
+        ptx::bulk_load(stage + kTileBytes + i * 4 * kBlockKeys, block + kPage * kRowBytes + 4 * part, 4 * kBlockKeys,
                        full, policy);
       }
     }
@@ -228,12 +237,12 @@ __device__ __forceinline__ float scale_from(uint32_t word) {
 #endif
 }
 
-__device__ __forceinline__ void multiply(const Arguments& a, Worker& s) {
+__device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Shared& shared) {
   const int lane = threadIdx.x % 32;
   const int my_row = kLanesPerRow == 1 ? lane % 4 : lane % 4 / 2;
   const int my_key = threadIdx.x % 128 / 32 * 16 + lane / 4 + (kKeysPerLane == 1 ? lane % 2 * 8 : 0);
 
-  const uint64_t k_tiles = ptx::matrix_descriptor<kHeadDim>(s.k[0]);
+  const uint64_t k_tiles = ptx::matrix_descriptor<kHeadDim>(s.k[0]);  // not of fp4 keys
   int k_stage = 0, k_parity = 0;
   bool k_ready = false;
   // Of the product whose sums are not stored yet; before the first, nothing lies below the width.
@@ -251,7 +260,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s) {
 #pragma unroll
       for (int e = 0; e < kKeysPerLane; ++e) {
         const int n = key + 8 * e;
-        float value = fmaf(sum[r][e], scale[e], 0.0f);  // + 0.0 turns -0.0 into +0.0
+        // + 0.0 turns -0.0 into +0.0
+        float value = fmaf(kFp4 ? 0x1p19f * sum[r][e] : sum[r][e], scale[e], 0.0f);
         bool write = r * kRowsApart < stored_rows;
         if constexpr (kClean) {
           if (n >= length[r]) value = -__int_as_float(0x7F800000);
@@ -270,21 +280,50 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s) {
     for (int e = 0; e < kKeysPerLane; ++e) sum[r][e] = 0.0f, scale[e] = 0.0f;
   }
 
+  const auto leave_stage = [&]() {
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(&s.k_empty[k_stage]);
+    if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
+    k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
+  };
+  // Of fp4 keys: the tile that follows the one that is multiplied, read while it is, converted behind it.
+  Fp4Keys keys;
+  KeyOperand operand;
+  const auto next_keys = [&]() {
+    if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
+    keys.read(s.k[k_stage], lane);
+    leave_stage();
+    keys.find_tops();
+  };
+
   for (int q_count = 0;; ++q_count) {
     const int q_stage = q_count % kQStages;
     ptx::barrier_wait(&s.q_full[q_stage], q_count / kQStages & 1);
     const Segment& segment = s.segment[q_stage];
     const int tiles = uniform(segment.tiles);
     if (tiles == 0) break;
+    if constexpr (kFp4) {
+      order_q(s.q[q_stage]);
+      next_keys();
+      keys.convert(shared.magnitudes, operand);
+    }
     const uint64_t q_tile = ptx::matrix_descriptor<kHeadDim>(s.q[q_stage]);
     int tile_key = segment.first_tile * kTileKeys + my_key;
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i, tile_key += kTileKeys) {
-      if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
       float tile_scale[kKeysPerLane];
+      if constexpr (kFp4) {
 #pragma unroll
-      for (int e = 0; e < kKeysPerLane; ++e) {
-        tile_scale[e] = scale_from(*reinterpret_cast<const uint32_t*>(s.k[k_stage] + place_of_scale(my_key + 8 * e)));
+        for (int e = 0; e < kKeysPerLane; ++e) {
+          tile_scale[e] = scale_from_top(kKeysPerLane == 1 && lane % 2 ? keys.top[1] : keys.top[e]);
+        }
+      } else {
+        if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
+#pragma unroll
+        for (int e = 0; e < kKeysPerLane; ++e) {
+          tile_scale[e] =
+              scale_from(*reinterpret_cast<const uint32_t*>(s.k[k_stage] + place_of_scale(my_key + 8 * e)));
+        }
       }
 #pragma unroll 1
       for (int group = 0; group < kGroups; ++group) {
@@ -292,8 +331,12 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s) {
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kHeadDim / 32; ++step) {  // 32 bytes further along the rows: 2 units of 16
-          ptx::wgmma(d, k_tiles + k_stage * (kKStageBytes / 16) + 2 * step,
-                     q_tile + group * (kPairs * kHeadDim / 16) + 2 * step, step != 0);
+          const uint64_t q_step = q_tile + group * (kPairs * kHeadDim / 16) + 2 * step;
+          if constexpr (kFp4) {
+            ptx::wgmma(d, operand[step], q_step, step != 0);
+          } else {
+            ptx::wgmma(d, k_tiles + k_stage * (kKStageBytes / 16) + 2 * step, q_step, step != 0);
+          }
         }
         ptx::wgmma_commit();
         store();  // of the product before, while this one runs
@@ -311,13 +354,11 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s) {
         key = tile_key;
 #pragma unroll
         for (int e = 0; e < kKeysPerLane; ++e) scale[e] = tile_scale[e];
+        const bool next = kFp4 && group == kGroups - 1 && i + 1 < tiles;
+        if (next) next_keys();
         ptx::wgmma_wait_all();
-        if (group == kGroups - 1) {
-          __syncwarp();
-          if (lane == 0) ptx::barrier_arrive(&s.k_empty[k_stage]);
-          if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
-          k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
-        }
+        if (!kFp4 && group == kGroups - 1) leave_stage();
+        if (next) keys.convert(shared.magnitudes, operand);
         sum_heads(d, w, lane, sum);
       }
     }
@@ -356,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     sum_tiles(a, s);
     all_here();
     if constexpr (kMoveRegisters) ptx::setmaxnreg_inc<kMathRegisters>();
-    multiply(a, s.worker[uniform(threadIdx.x / 128)]);
+    multiply(a, s.worker[uniform(threadIdx.x / 128)], s);
     return;
   }
   if constexpr (kMoveRegisters) ptx::setmaxnreg_dec<kOtherRegisters>();
@@ -373,6 +414,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       for (Worker& worker : s.worker) init_barriers(worker);
       ptx::barrier_init_fence();
     }
+    if (kFp4 && other == kWorkers) write_magnitudes(s, threadIdx.x % 32);
     __syncwarp();
     all_here();
     all_here();
