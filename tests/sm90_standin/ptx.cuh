@@ -251,14 +251,6 @@ inline T __shfl_xor_sync(unsigned, T value, int mask) {
   const int lane = threadIdx.x % 32;
   return standin::exchange<T>(value, 30, [=](const T* all) { return all[lane ^ mask]; });
 }
-inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
-  uint32_t found = 0;
-  for (int i = 0; i < 4; ++i) {
-    const int from = selector >> (4 * i) & 7;
-    found |= ((from < 4 ? x : y) >> (8 * (from % 4)) & 0xFF) << (8 * i);
-  }
-  return found;
-}
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF);
 }
@@ -291,6 +283,15 @@ inline unsigned short to_bfloat16(float value) {
   std::memcpy(&bits, &value, 4);
   if (value != value) return 0x7FFF;
   return static_cast<unsigned short>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+inline uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
+  uint32_t found = 0;
+  for (int i = 0; i < 4; ++i) {
+    const int from = selector >> (4 * i) & 15;
+    if (from > 7) standin::fail("a selector that asks for signs");
+    found |= ((from < 4 ? x : y) >> (8 * (from % 4)) & 0xFF) << (8 * i);
+  }
+  return found;
 }
 inline uint32_t to_e4m3_code(float value) {
   // In units of 2^-9 below 2^-6, else of an eighth of the value's power of two; 448 at most.

@@ -38,11 +38,24 @@ __device__ __forceinline__ void order_q(unsigned char* q) {
 
 using KeyOperand = uint32_t[kHeadDim / 32][4];
 
-// What a lane holds of two keys of a tile, eight apart.
+// What a lane holds of a tile: two keys, eight apart.
 struct Fp4Keys {
+  int stage = 0, parity = 0;
+  bool ready = false;
   uint4 codes[2];    // of its block
   uint32_t byte[2];  // of its block's scale
   uint32_t top[2];   // 1 + the largest scale byte of the key's blocks that are not zeros; 0: all are; 256: NaN
+
+  // The next tile of the worker's queue. Its stage is empty once it is in registers.
+  __device__ __forceinline__ void next(Worker& s, int lane) {
+    if (!ready) ptx::barrier_wait(&s.k_full[stage], parity);
+    read(s.k[stage], lane);
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(&s.k_empty[stage]);
+    if (++stage == kKStages) stage = 0, parity ^= 1;
+    ready = ptx::barrier_test(&s.k_full[stage], parity);
+    find_tops();
+  }
 
   __device__ __forceinline__ void read(const unsigned char* stage, int lane) {
     const int block = threadIdx.x % 128 / 32 * 64 + lane;  // of the tile's, key by key
@@ -75,9 +88,9 @@ struct Fp4Keys {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t word = words[i], code = word & 0x77777777, even = word << 4;
-        const uint32_t low_signs = __byte_perm(even, word, 0x5140), high_signs = __byte_perm(even, word, 0x7362);
-        keys[i][e] = __byte_perm(size.x, size.y, code) | (low_signs & 0x80808080);
-        keys[i][2 + e] = __byte_perm(size.x, size.y, code >> 16) | (high_signs & 0x80808080);
+        const uint32_t low_signs = ptx::permute(even, word, 0x5140), high_signs = ptx::permute(even, word, 0x7362);
+        keys[i][e] = ptx::permute(size.x, size.y, code) | (low_signs & 0x80808080);
+        keys[i][2 + e] = ptx::permute(size.x, size.y, code >> 16) | (high_signs & 0x80808080);
       }
     }
   }

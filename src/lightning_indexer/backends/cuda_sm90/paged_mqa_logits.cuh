@@ -260,8 +260,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
 #pragma unroll
       for (int e = 0; e < kKeysPerLane; ++e) {
         const int n = key + 8 * e;
-        // + 0.0 turns -0.0 into +0.0
-        float value = fmaf(kFp4 ? 0x1p19f * sum[r][e] : sum[r][e], scale[e], 0.0f);
+        float value = fmaf(kFp4 ? 0x1p19f * sum[r][e] : sum[r][e], scale[e], 0.0f);  // + 0.0 turns -0.0 into +0.0
         bool write = r * kRowsApart < stored_rows;
         if constexpr (kClean) {
           if (n >= length[r]) value = -__int_as_float(0x7F800000);
@@ -280,21 +279,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
     for (int e = 0; e < kKeysPerLane; ++e) sum[r][e] = 0.0f, scale[e] = 0.0f;
   }
 
-  const auto leave_stage = [&]() {
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(&s.k_empty[k_stage]);
-    if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
-    k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
-  };
-  // Of fp4 keys: the tile that follows the one that is multiplied, read while it is, converted behind it.
-  Fp4Keys keys;
+  Fp4Keys keys;  // of the tile behind the one that is multiplied: read while it is, and converted after it
   KeyOperand operand;
-  const auto next_keys = [&]() {
-    if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
-    keys.read(s.k[k_stage], lane);
-    leave_stage();
-    keys.find_tops();
-  };
 
   for (int q_count = 0;; ++q_count) {
     const int q_stage = q_count % kQStages;
@@ -304,7 +290,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
     if (tiles == 0) break;
     if constexpr (kFp4) {
       order_q(s.q[q_stage]);
-      next_keys();
+      keys.next(s, lane);
       keys.convert(shared.magnitudes, operand);
     }
     const uint64_t q_tile = ptx::matrix_descriptor<kHeadDim>(s.q[q_stage]);
@@ -331,11 +317,11 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kHeadDim / 32; ++step) {  // 32 bytes further along the rows: 2 units of 16
-          const uint64_t q_step = q_tile + group * (kPairs * kHeadDim / 16) + 2 * step;
           if constexpr (kFp4) {
-            ptx::wgmma(d, operand[step], q_step, step != 0);
+            ptx::wgmma(d, operand[step], q_tile + group * (kPairs * kHeadDim / 16) + 2 * step, step != 0);
           } else {
-            ptx::wgmma(d, k_tiles + k_stage * (kKStageBytes / 16) + 2 * step, q_step, step != 0);
+            ptx::wgmma(d, k_tiles + k_stage * (kKStageBytes / 16) + 2 * step,
+                       q_tile + group * (kPairs * kHeadDim / 16) + 2 * step, step != 0);
           }
         }
         ptx::wgmma_commit();
@@ -355,10 +341,18 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
 #pragma unroll
         for (int e = 0; e < kKeysPerLane; ++e) scale[e] = tile_scale[e];
         const bool next = kFp4 && group == kGroups - 1 && i + 1 < tiles;
-        if (next) next_keys();
+        if (next) keys.next(s, lane);
         ptx::wgmma_wait_all();
-        if (!kFp4 && group == kGroups - 1) leave_stage();
-        if (next) keys.convert(shared.magnitudes, operand);
+        if constexpr (!kFp4) {
+          if (group == kGroups - 1) {
+            __syncwarp();
+            if (lane == 0) ptx::barrier_arrive(&s.k_empty[k_stage]);
+            if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
+            k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
+          }
+        }
+        // Unconditional where it can be, so that it is mixed with the sums; behind the last tile its result is not used.
+        if (kFp4 && (kGroups == 1 || next)) keys.convert(shared.magnitudes, operand);
         sum_heads(d, w, lane, sum);
       }
     }
