@@ -11,6 +11,7 @@ import torch
 from lightning_indexer import Arch
 from lightning_indexer.backends.cuda_sm90 import paged_config
 from lightning_indexer.check.paged_mqa_logits import Case, call_of, run_case
+from paged_fp4 import check_any_exponents
 from sm90_standin.emulate import Emulator, host
 
 pytestmark = [
@@ -98,3 +99,14 @@ FP4 = [
 @pytest.mark.parametrize("case", FP4, ids=str)
 def test_fp4_keys(case, emulator):
     assert _faults(emulator, case, _config(case), 1) == []
+
+
+@pytest.mark.parametrize(("next_n", "heads", "page"), [(1, 64, 64), (3, 32, 16)])
+def test_fp4_keys_of_any_exponents(next_n, heads, page, emulator):
+    case = Case(4, next_n, heads, 128, 300, page, fp4=True, lengths="rows")
+
+    def call(case, inputs, out):
+        with pytest.MonkeyPatch.context() as patch:
+            emulator.run(call_of(case, inputs, out), host.Launch(case.problem, _config(case)), patch, seed=2)
+
+    assert check_any_exponents(case, CPU, call) == []

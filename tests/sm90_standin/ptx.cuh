@@ -251,9 +251,7 @@ inline T __shfl_xor_sync(unsigned, T value, int mask) {
   const int lane = threadIdx.x % 32;
   return standin::exchange<T>(value, 30, [=](const T* all) { return all[lane ^ mask]; });
 }
-inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
-  return max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF);
-}
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF); }
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(value); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>((1ull * a * b) >> 32); }
 inline float __saturatef(float value) { return value > 0.0f ? (value < 1.0f ? value : 1.0f) : 0.0f; }

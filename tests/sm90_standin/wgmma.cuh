@@ -77,8 +77,7 @@ inline void wgmma(float (&d)[kRegisters], const uint32_t (&a)[4], uint64_t b, in
   machine.current->operand = a;
   __syncwarp();
   const uint32_t* quad[4];
-  for (int t = 0; t < 4; ++t)
-    quad[t] = static_cast<const uint32_t*>(machine.fibers[threadIdx.x / 4 * 4 + t]->operand);
+  for (int t = 0; t < 4; ++t) quad[t] = static_cast<const uint32_t*>(machine.fibers[threadIdx.x / 4 * 4 + t]->operand);
   __syncwarp();
   push_product(d, b, accumulate, [=](float (&keys)[2][32]) {
     for (int i = 0; i < 4; ++i)

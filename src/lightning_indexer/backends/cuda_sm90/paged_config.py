@@ -187,7 +187,8 @@ def of_shape(
     pairs = rows * problem.heads
     config = PagedConfig(
         problem.heads, problem.head_dim, problem.next_n, problem.layout.page, problem.layout.scales == "ue8m0",
-        problem.form, "f32" if problem.out_dtype is torch.float32 else "bf16", arch.units, rows, fp4=problem.layout.is_fp4,
+        problem.form, "f32" if problem.out_dtype is torch.float32 else "bf16", arch.units, rows,
+        fp4=problem.layout.is_fp4,
     )  # fmt: skip
     if workers == 0:
         # Up to 64 columns there are registers for four workers of a multiprocessor, up to 128 for three.
@@ -212,6 +213,9 @@ def neighbours(problem: PagedMqaLogitsProblem, arch: Arch) -> list[PagedConfig]:
     shapes = [(2, 2, 3), (2, 2, 4), (1, 2, 6), (1, 2, 8)] if pairs <= 64 else []
     shapes += [(1, 2, 6), (1, 2, 8), (3, 1, 4), (2, 1, 6)] if 64 < pairs <= 128 else []
     shapes += [(2, 1, 3), (2, 1, 4)] if pairs > 128 else []
+    if chosen.fp4:
+        shapes = [(2, 2, 4), (2, 2, 6), (3, 1, 8), (2, 1, 12)] if pairs <= 64 else [(3, 1, 5), (2, 1, 8)]
+        shapes += [(3, 2, 4), (3, 2, 6)] if pairs <= 32 else []
     others = [of_shape(problem, arch, chosen.rows, *shape) for shape in shapes]
     if chosen.groups * chosen.rows >= 2 and chosen.rows > 1:
         others.append(of_shape(problem, arch, -(-chosen.rows // 2)))

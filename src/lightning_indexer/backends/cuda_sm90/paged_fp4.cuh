@@ -1,8 +1,8 @@
 // fp4 keys of paged_mqa_logits.cuh: from the bytes of a tile to the e4m3 operand of WGMMA, in registers.
 //
-// A key is four blocks of 32 e2m1 codes, two a byte, with a scale byte each. In e4m3 its largest block is 2^6 times what
-// its codes stand for, a block d exponents below 2^(6 - d) times: eight magnitudes, which a permutation of bytes looks
-// four codes up in.
+// A key is four blocks of 32 e2m1 codes, two a byte, with a scale byte each. In e4m3 its largest block is 2^6 times
+// what its codes stand for, a block d exponents below 2^(6 - d) times: eight magnitudes, which a permutation of bytes
+// looks four codes up in.
 //
 // Order. Lane t of a quad takes block t of its two keys, 16 bytes each, where the operand wants channels of all blocks.
 // So word 8t + c (of four channels) is word 4c + t of a row of the product, and q's words are put in the same order.

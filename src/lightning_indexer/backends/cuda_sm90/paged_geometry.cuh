@@ -25,7 +25,8 @@ constexpr int kGroupRows = GROUP_ROWS;
 constexpr int kGroups = (kNextN + kGroupRows - 1) / kGroupRows;
 constexpr int kPairs = kGroupRows * kHeads;
 static_assert(kGroupRows >= 1 && kGroupRows <= kNextN && kPairs <= 256, "GROUP_ROWS: the N of a WGMMA is at most 256");
-static_assert(!kFp4 || kPairs <= 128, "GROUP_ROWS: fp4 keys lie in registers beside the products, of 128 columns at most");
+static_assert(!kFp4 || kPairs <= 128,
+              "GROUP_ROWS: fp4 keys lie in registers beside the products, of 128 columns at most");
 // Lanes of a quad that share the heads of a row. A quad sums 4 / kLanesPerRow rows at once.
 constexpr int kLanesPerRow = kGroupRows % 4 == 0 ? 1 : kGroupRows % 2 == 0 ? 2 : 4;
 constexpr int kRowsAtOnce = 4 / kLanesPerRow;
@@ -119,7 +120,7 @@ struct Shared {
   Worker worker[kWorkers];
   alignas(16) uint32_t neg_inf[512];  // the source of bulk stores
   int warp_tiles[kMathThreads / 32];
-  int prefix[kPrefixEntries + 1];  // tiles of all sequences before an entry of them
+  int prefix[kPrefixEntries + 1];        // tiles of all sequences before an entry of them
   alignas(8) uint2 magnitudes[kDepths];  // of fp4 keys
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: PagedConfig.shared_bytes and struct Shared differ");

@@ -307,8 +307,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
         if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
 #pragma unroll
         for (int e = 0; e < kKeysPerLane; ++e) {
-          tile_scale[e] =
-              scale_from(*reinterpret_cast<const uint32_t*>(s.k[k_stage] + place_of_scale(my_key + 8 * e)));
+          tile_scale[e] = scale_from(*reinterpret_cast<const uint32_t*>(s.k[k_stage] + place_of_scale(my_key + 8 * e)));
         }
       }
 #pragma unroll 1
@@ -351,7 +350,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
             k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
           }
         }
-        // Unconditional where it can be, so that it is mixed with the sums; behind the last tile its result is not used.
+        // Unconditional where it can be, so that it is mixed with the sums; behind the last tile its result is not
+        // used.
         if (kFp4 && (kGroups == 1 || next)) keys.convert(shared.magnitudes, operand);
         sum_heads(d, w, lane, sum);
       }
