@@ -25,6 +25,8 @@ KEYS = (1, 1024, 16384, 131072)
 BATCHES = ((1, 1024), (512, 131072))
 NEXT_N = (1, 2, 4)
 PAGE = 64
+# Of fp4 keys, the one that a cache has.
+FP4_HEAD_DIM = 128
 OPERATIONS = (mqa_logits.OPERATION, paged_mqa_logits.OPERATION)
 
 
@@ -123,12 +125,15 @@ def _problems(
             )
             for form in forms for dtype in out_dtypes for m in ROWS for n in KEYS
         ]  # fmt: skip
+    layouts = [CacheLayout(PAGE, head_dim)]
+    if head_dim == FP4_HEAD_DIM:
+        layouts.append(CacheLayout.fp4(PAGE))
     return [
         PagedMqaLogitsProblem(
-            batch, next_n, width, heads, head_dim, CacheLayout(PAGE, head_dim), -(-width // PAGE), out_dtype=dtype,
+            batch, next_n, width, heads, head_dim, layout, -(-width // PAGE), out_dtype=dtype,
             clean_logits=form == "clean",
         )
-        for form in forms if form != "compressed" for dtype in out_dtypes for next_n in NEXT_N
+        for layout in layouts for form in forms if form != "compressed" for dtype in out_dtypes for next_n in NEXT_N
         for batch, width in BATCHES
     ]  # fmt: skip
 
