@@ -291,6 +291,12 @@ inline uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
   }
   return found;
 }
+inline void keep(uint32_t&) {}
+inline uint2 load_shared_8(uint32_t address) {
+  uint2 words;
+  std::memcpy(&words, raw + address, 8);
+  return words;
+}
 inline uint32_t to_e4m3_code(float value) {
   // In units of 2^-9 below 2^-6, else of an eighth of the value's power of two; 448 at most.
   const float size = std::fabs(value);

@@ -41,32 +41,30 @@ using KeyOperand = uint32_t[kHeadDim / 32][4];
 // What a lane holds of a tile: two keys, eight apart.
 struct Fp4Keys {
   int stage = 0, parity = 0;
-  bool ready = false;
-  uint4 codes[2];    // of its block
-  uint32_t byte[2];  // of its block's scale
-  uint32_t top[2];   // 1 + the largest scale byte of the key's blocks that are not zeros; 0: all are; 256: NaN
+  uint32_t codes_at, byte_at, magnitudes;  // where the lane reads
+  uint4 codes[2];                          // of its block
+  uint2 sizes[2];                          // and what they are looked up in
+  uint32_t top[2];  // 1 + the largest scale byte of the key's blocks that are not zeros; 0: all are; 256: NaN
+
+  __device__ __forceinline__ Fp4Keys(const Shared& s, int lane) {
+    const int block = threadIdx.x % 128 / 32 * 64 + lane;  // of the tile's, key by key
+    codes_at = 16 * block, byte_at = kTileBytes + block, magnitudes = ptx::shared_address(s.magnitudes);
+    ptx::keep(codes_at), ptx::keep(byte_at), ptx::keep(magnitudes);
+  }
 
   // The next tile of the worker's queue. Its stage is empty once it is in registers.
   __device__ __forceinline__ void next(Worker& s, int lane) {
-    if (!ready) ptx::barrier_wait(&s.k_full[stage], parity);
-    read(s.k[stage], lane);
+    ptx::barrier_wait(&s.k_full[stage], parity);
+    const unsigned char* tile = s.k[stage];
+    uint32_t byte[2];  // of its block's scale
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      codes[e] = *reinterpret_cast<const uint4*>(tile + codes_at + 512 * e);
+      byte[e] = tile[byte_at + 32 * e];
+    }
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(&s.k_empty[stage]);
     if (++stage == kKStages) stage = 0, parity ^= 1;
-    ready = ptx::barrier_test(&s.k_full[stage], parity);
-    find_tops();
-  }
-
-  __device__ __forceinline__ void read(const unsigned char* stage, int lane) {
-    const int block = threadIdx.x % 128 / 32 * 64 + lane;  // of the tile's, key by key
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      codes[e] = *reinterpret_cast<const uint4*>(stage + (block + 32 * e) * 16);
-      byte[e] = stage[kTileBytes + block + 32 * e];
-    }
-  }
-
-  __device__ __forceinline__ void find_tops() {
     uint32_t used[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -77,13 +75,17 @@ struct Fp4Keys {
     both = __vmaxu2(both, __shfl_xor_sync(~0u, both, 1));
     both = __vmaxu2(both, __shfl_xor_sync(~0u, both, 2));
     top[0] = both & 0xFFFF, top[1] = both >> 16;
-  }
-
-  __device__ __forceinline__ void convert(const uint2 (&magnitudes)[kDepths], KeyOperand& keys) const {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       // A block of zeros may stand above the top: any depth does for it.
-      const uint2 size = magnitudes[min(top[e] - 1 - byte[e], kDepths - 1u)];
+      sizes[e] = ptx::load_shared_8(magnitudes + 8 * min(top[e] - 1 - byte[e], kDepths - 1u));
+    }
+  }
+
+  __device__ __forceinline__ void convert(KeyOperand& keys) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const uint2 size = sizes[e];
       const uint32_t words[4] = {codes[e].x, codes[e].y, codes[e].z, codes[e].w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -279,7 +279,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
     for (int e = 0; e < kKeysPerLane; ++e) sum[r][e] = 0.0f, scale[e] = 0.0f;
   }
 
-  Fp4Keys keys;  // of the tile behind the one that is multiplied: read while it is, and converted after it
+  Fp4Keys keys(shared, lane);  // of the tile behind the one that is multiplied: read while it is, and converted after it
   KeyOperand operand;
 
   for (int q_count = 0;; ++q_count) {
@@ -291,7 +291,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
     if constexpr (kFp4) {
       order_q(s.q[q_stage]);
       keys.next(s, lane);
-      keys.convert(shared.magnitudes, operand);
+      keys.convert(operand);
     }
     const uint64_t q_tile = ptx::matrix_descriptor<kHeadDim>(s.q[q_stage]);
     int tile_key = segment.first_tile * kTileKeys + my_key;
@@ -352,7 +352,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
         }
         // Unconditional where it can be, so that it is mixed with the sums; behind the last tile its result is not
         // used.
-        if (kFp4 && (kGroups == 1 || next)) keys.convert(shared.magnitudes, operand);
+        if (kFp4 && (kGroups == 1 || next)) keys.convert(operand);
         sum_heads(d, w, lane, sum);
       }
     }
