@@ -180,7 +180,10 @@ def test_a_geometry_that_the_source_is_not_written_for_is_named(changed, sentenc
 
 def test_a_geometry_that_fp4_keys_are_not_read_in_is_named():
     macros = paged_config.heuristic(_problem(64, next_n=4, fp4=True), SM90).macros()
-    for changed, sentence in (({"GROUP_ROWS": 4}, "of 128 columns at most"), ({"HEAD_DIM": 64}, "FP4: a lane of a quad")):
+    for changed, sentence in (
+        ({"GROUP_ROWS": 4}, "of 128 columns at most"),
+        ({"HEAD_DIM": 64}, "FP4: a lane of a quad"),
+    ):
         with pytest.raises(nvrtc.CompileError, match=re.escape(sentence)):
             nvrtc.build(host.SOURCE, host.NVRTC_ARCH, {**macros, **changed})
 

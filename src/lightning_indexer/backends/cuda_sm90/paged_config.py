@@ -100,7 +100,7 @@ class PagedConfig:
         """Of a thread of a math warpgroup, and of the other warps (setmaxnreg); zeros: all stay as they start."""
         moved = {(2, 2): (88, 64), (1, 2): (192, 64), (2, 1): (216, 72), (3, 1): (144, 80)}
         if self.fp4:
-            moved |= {(2, 2): (96, 48), (3, 2): (72, 40)}
+            moved[2, 2] = 96, 48
         return moved.get((self.workers, self.ctas_per_sm), (0, 0))
 
     @property
@@ -193,15 +193,20 @@ def of_shape(
     if workers == 0:
         # Up to 64 columns there are registers for four workers of a multiprocessor, up to 128 for three.
         workers, ctas_per_sm = (2, 2) if pairs <= 64 else (3, 1) if pairs <= 128 else (2, 1)
+        if config.fp4:  # and for two products and the keys, three and two
+            workers, ctas_per_sm = (3 if pairs <= 64 else 2), 1
     if k_stages == 0:
         most = {(2, 2): 4 if pairs < 64 else 3, (3, 1): 3}.get((workers, ctas_per_sm), 5)
         k_stages = most * (128 // problem.head_dim) if not config.fp4 else 8
     shapes = [(workers, ctas_per_sm, k_stages, 2)]
+    if config.fp4:
+        shapes.append((workers, ctas_per_sm, k_stages, 1))
     shapes += [(count, 1, 8 if config.fp4 else 5, q) for count in (2, 1) for q in (2, 1)]
     for count, ctas, most, q_stages in shapes:
+        least = 4 if config.fp4 else 3 if ctas > 1 else 2
         for stages in range(most, 1, -1):
             found = replace(config, workers=count, ctas_per_sm=ctas, k_stages=stages, q_stages=q_stages)
-            if found.shared_bytes <= found.shared_limit and (stages >= 3 or ctas == 1):
+            if found.shared_bytes <= found.shared_limit and stages >= least:
                 return found
     raise AssertionError(f"{problem}: no stages fit")
 
@@ -214,8 +219,8 @@ def neighbours(problem: PagedMqaLogitsProblem, arch: Arch) -> list[PagedConfig]:
     shapes += [(1, 2, 6), (1, 2, 8), (3, 1, 4), (2, 1, 6)] if 64 < pairs <= 128 else []
     shapes += [(2, 1, 3), (2, 1, 4)] if pairs > 128 else []
     if chosen.fp4:
-        shapes = [(2, 2, 4), (2, 2, 6), (3, 1, 8), (2, 1, 12)] if pairs <= 64 else [(3, 1, 5), (2, 1, 8)]
-        shapes += [(3, 2, 4), (3, 2, 6)] if pairs <= 32 else []
+        shapes = [(3, 1, 5), (3, 1, 12), (2, 1, 12)] if pairs <= 64 else [(2, 1, 5), (2, 1, 12)]
+        shapes += [(2, 2, 6), (2, 2, 8)] if pairs <= 32 else []
     others = [of_shape(problem, arch, chosen.rows, *shape) for shape in shapes]
     if chosen.groups * chosen.rows >= 2 and chosen.rows > 1:
         others.append(of_shape(problem, arch, -(-chosen.rows // 2)))

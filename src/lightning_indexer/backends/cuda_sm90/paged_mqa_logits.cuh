@@ -237,12 +237,12 @@ __device__ __forceinline__ float scale_from(uint32_t word) {
 #endif
 }
 
-__device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Shared& shared) {
+__device__ __forceinline__ void multiply(const Arguments& a, Worker& s) {
   const int lane = threadIdx.x % 32;
   const int my_row = kLanesPerRow == 1 ? lane % 4 : lane % 4 / 2;
   const int my_key = threadIdx.x % 128 / 32 * 16 + lane / 4 + (kKeysPerLane == 1 ? lane % 2 * 8 : 0);
 
-  const uint64_t k_tiles = ptx::matrix_descriptor<kHeadDim>(s.k[0]);  // not of fp4 keys
+  const uint64_t k_tiles = ptx::matrix_descriptor<kHeadDim>(s.k[0]);
   int k_stage = 0, k_parity = 0;
   bool k_ready = false;
   // Of the product whose sums are not stored yet; before the first, nothing lies below the width.
@@ -260,7 +260,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
 #pragma unroll
       for (int e = 0; e < kKeysPerLane; ++e) {
         const int n = key + 8 * e;
-        float value = fmaf(kFp4 ? 0x1p19f * sum[r][e] : sum[r][e], scale[e], 0.0f);  // + 0.0 turns -0.0 into +0.0
+        float value = fmaf(sum[r][e], scale[e], 0.0f);  // + 0.0 turns -0.0 into +0.0
         bool write = r * kRowsApart < stored_rows;
         if constexpr (kClean) {
           if (n >= length[r]) value = -__int_as_float(0x7F800000);
@@ -279,36 +279,21 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
     for (int e = 0; e < kKeysPerLane; ++e) sum[r][e] = 0.0f, scale[e] = 0.0f;
   }
 
-  Fp4Keys keys(shared, lane);  // of the tile behind the one that is multiplied: read while it is, and converted after it
-  KeyOperand operand;
-
   for (int q_count = 0;; ++q_count) {
     const int q_stage = q_count % kQStages;
     ptx::barrier_wait(&s.q_full[q_stage], q_count / kQStages & 1);
     const Segment& segment = s.segment[q_stage];
     const int tiles = uniform(segment.tiles);
     if (tiles == 0) break;
-    if constexpr (kFp4) {
-      order_q(s.q[q_stage]);
-      keys.next(s, lane);
-      keys.convert(operand);
-    }
     const uint64_t q_tile = ptx::matrix_descriptor<kHeadDim>(s.q[q_stage]);
     int tile_key = segment.first_tile * kTileKeys + my_key;
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i, tile_key += kTileKeys) {
+      if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
       float tile_scale[kKeysPerLane];
-      if constexpr (kFp4) {
 #pragma unroll
-        for (int e = 0; e < kKeysPerLane; ++e) {
-          tile_scale[e] = scale_from_top(kKeysPerLane == 1 && lane % 2 ? keys.top[1] : keys.top[e]);
-        }
-      } else {
-        if (!k_ready) ptx::barrier_wait(&s.k_full[k_stage], k_parity);
-#pragma unroll
-        for (int e = 0; e < kKeysPerLane; ++e) {
-          tile_scale[e] = scale_from(*reinterpret_cast<const uint32_t*>(s.k[k_stage] + place_of_scale(my_key + 8 * e)));
-        }
+      for (int e = 0; e < kKeysPerLane; ++e) {
+        tile_scale[e] = scale_from(*reinterpret_cast<const uint32_t*>(s.k[k_stage] + place_of_scale(my_key + 8 * e)));
       }
 #pragma unroll 1
       for (int group = 0; group < kGroups; ++group) {
@@ -316,12 +301,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kHeadDim / 32; ++step) {  // 32 bytes further along the rows: 2 units of 16
-          if constexpr (kFp4) {
-            ptx::wgmma(d, operand[step], q_tile + group * (kPairs * kHeadDim / 16) + 2 * step, step != 0);
-          } else {
-            ptx::wgmma(d, k_tiles + k_stage * (kKStageBytes / 16) + 2 * step,
-                       q_tile + group * (kPairs * kHeadDim / 16) + 2 * step, step != 0);
-          }
+          ptx::wgmma(d, k_tiles + k_stage * (kKStageBytes / 16) + 2 * step,
+                     q_tile + group * (kPairs * kHeadDim / 16) + 2 * step, step != 0);
         }
         ptx::wgmma_commit();
         store();  // of the product before, while this one runs
@@ -339,20 +320,13 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
         key = tile_key;
 #pragma unroll
         for (int e = 0; e < kKeysPerLane; ++e) scale[e] = tile_scale[e];
-        const bool next = kFp4 && group == kGroups - 1 && i + 1 < tiles;
-        if (next) keys.next(s, lane);
         ptx::wgmma_wait_all();
-        if constexpr (!kFp4) {
-          if (group == kGroups - 1) {
-            __syncwarp();
-            if (lane == 0) ptx::barrier_arrive(&s.k_empty[k_stage]);
-            if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
-            k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
-          }
+        if (group == kGroups - 1) {
+          __syncwarp();
+          if (lane == 0) ptx::barrier_arrive(&s.k_empty[k_stage]);
+          if (++k_stage == kKStages) k_stage = 0, k_parity ^= 1;
+          k_ready = ptx::barrier_test(&s.k_full[k_stage], k_parity);
         }
-        // Unconditional where it can be, so that it is mixed with the sums; behind the last tile its result is not
-        // used.
-        if (kFp4 && (kGroups == 1 || next)) keys.convert(operand);
         sum_heads(d, w, lane, sum);
       }
     }
@@ -360,6 +334,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s, const Sh
   }
   store();
 }
+
+#include "paged_fp4_multiply.cuh"
 
 __device__ __forceinline__ void init_barriers(Worker& s) {
 #pragma unroll
@@ -391,7 +367,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     sum_tiles(a, s);
     all_here();
     if constexpr (kMoveRegisters) ptx::setmaxnreg_inc<kMathRegisters>();
-    multiply(a, s.worker[uniform(threadIdx.x / 128)], s);
+    if constexpr (kFp4) {
+      multiply_fp4(a, s, s.worker[uniform(threadIdx.x / 128)]);
+    } else {
+      multiply(a, s.worker[uniform(threadIdx.x / 128)]);
+    }
     return;
   }
   if constexpr (kMoveRegisters) ptx::setmaxnreg_dec<kOtherRegisters>();
