@@ -15,9 +15,9 @@
 // them.
 //
 // -inf. Behind the last tile of a sequence it comes from the fill warps; inside tiles from the math warps.
-#include "head_sum.cuh"
-#include "paged_fp4.cuh"
+#include "paged_fp4_multiply.cuh"
 #include "paged_plan.cuh"
+#include "paged_sums.cuh"
 #include "wgmma.cuh"
 
 namespace {
@@ -171,54 +171,6 @@ __device__ __forceinline__ void fill(const Arguments& a, Shared& s, int warp) {
 
 // ---- math warpgroups ----
 
-// A value that is the same in all lanes, in a form that tells the compiler so.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-
-// What a lane stores of a product: kStoredRows rows, kRowsApart apart, of a key or of two that are eight apart.
-constexpr int kStoredRows = kLanesPerRow == 4 ? (kRowsPerLane + 1) / 2 : kRowsPerLane;
-constexpr int kRowsApart = kLanesPerRow == 1 ? 4 : 2;
-constexpr int kKeysPerLane = kLanesPerRow == 1 ? 2 : 1;
-using Accumulators = float[kPairs / 2];
-using Weights = float[kWeights / 4];
-using Sums = float[kStoredRows][kKeysPerLane];
-
-__device__ __forceinline__ void load_weights(const float (&shared)[kWeights], int lane, Weights& w) {
-#pragma unroll
-  for (int i = 0; i < kWeights / 4; i += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(&shared[4 * i + lane % 4 * 4]);
-    w[i] = four.x, w[i + 1] = four.y, w[i + 2] = four.z, w[i + 3] = four.w;
-  }
-}
-
-__device__ __forceinline__ void sum_heads(const Accumulators& d, const Weights& w, int lane, Sums& sum) {
-  constexpr int kParts = kRowsPerLane == 1 ? 4 : 2;  // at least four independent sums with those of the other key
-  float row_sum[2 * kStoredRows] = {};               // of four lanes a row; one more where rows are odd
-#pragma unroll
-  for (int r = 0; r < kRowsPerLane; ++r) {
-    float sum0, sum1;
-    relu_sums<kColumnPairs, kParts>(d + 4 * r * kColumnPairs, w + 2 * r * kColumnPairs, sum0, sum1);
-    if constexpr (kLanesPerRow == 1) {
-      sum[r][0] = sum0, sum[r][1] = sum1;
-    } else {  // an even lane keeps one key, an odd lane the other
-      const bool odd = lane & 1;
-      const float kept = (odd ? sum1 : sum0) + __shfl_xor_sync(~0u, odd ? sum0 : sum1, 1);
-      if constexpr (kLanesPerRow == 2) {
-        sum[r][0] = kept;
-      } else {
-        row_sum[r] = kept;
-      }
-    }
-  }
-  if constexpr (kLanesPerRow == 4) {  // of two rows, the lower lanes keep one, the upper lanes the other
-#pragma unroll
-    for (int r = 0; r < kStoredRows; ++r) {
-      const bool upper = lane & 2;
-      sum[r][0] = (upper ? row_sum[2 * r + 1] : row_sum[2 * r]) +
-                  __shfl_xor_sync(~0u, upper ? row_sum[2 * r] : row_sum[2 * r + 1], 2);
-    }
-  }
-}
-
 // Where the scale of a key lies in its stage: rows behind the keys are swizzled like them.
 __device__ __forceinline__ int place_of_scale(int key) {
   const int place = kTileBytes + 4 * key;
@@ -334,8 +286,6 @@ __device__ __forceinline__ void multiply(const Arguments& a, Worker& s) {
   }
   store();
 }
-
-#include "paged_fp4_multiply.cuh"
 
 __device__ __forceinline__ void init_barriers(Worker& s) {
 #pragma unroll
