@@ -6,12 +6,15 @@ import torch
 
 from lightning_indexer import CacheLayout
 from lightning_indexer.check.paged_mqa_logits import Call, Case, Inputs, make_inputs
-from lightning_indexer.fp4 import fp4_to_fp8
+from lightning_indexer.fp4 import BLOCK, fp4_to_fp8
 from lightning_indexer.problems.paged_mqa_logits import reference_paged_logits, row_lengths
 
 
 def any_exponents(case: Case, device: torch.device) -> Inputs:
-    """The case with keys of random codes (8, -0, among them) and blocks 0 to 25 exponents apart, some of zeros."""
+    """The case with keys of random codes (8, -0, among them) and blocks 0 to 25 exponents apart, some of zeros.
+
+    A row of q sees one block of each key, so that what becomes of a small one shows.
+    """
     inputs = make_inputs(case, torch.device("cpu"))
     generator = torch.Generator().manual_seed(case.heads + case.page)
     pool, page = inputs.kv_cache.shape[0], case.page
@@ -29,6 +32,10 @@ def any_exponents(case: Case, device: torch.device) -> Inputs:
     cache = case.layout.pack(values, byte).to(device).as_strided(
         inputs.kv_cache.shape, (case.layout.block_bytes, *inputs.kv_cache.stride()[1:])
     )  # fmt: skip
+    head, row = torch.arange(case.heads) % 4, torch.arange(case.batch * case.next_n) % 4
+    channel = torch.arange(case.head_dim) // BLOCK
+    inputs.q.view(torch.uint8)[..., head[:, None] != channel] = 0
+    inputs.weights[row[:, None] != head] = 0.0
     moved = (None if tensor is None else tensor.to(device) for tensor in (
         inputs.q, inputs.weights, inputs.context_lens, inputs.block_tables, inputs.indices,
     ))  # fmt: skip
