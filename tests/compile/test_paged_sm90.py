@@ -44,6 +44,7 @@ COMPILED = [
     _problem(8, 128, 8, 32),
     _problem(fp4=True),
     _problem(32, fp4=True, clean=True),
+    _problem(64, next_n=2, clean=True, fp4=True),
     _problem(64, next_n=3, fp4=True),
     _problem(64, next_n=4, page=128, fp4=True),
     _problem(128, next_n=8, fp4=True),

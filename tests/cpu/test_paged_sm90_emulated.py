@@ -90,6 +90,8 @@ FP4 = [
     # A page a load, four lanes a row; zero blocks' scales, by indices.
     Case(5, 1, 64, 128, 300, fp4=True),
     Case(7, 1, 8, 128, 200, fp4=True, ragged=True, clean=False, out_dtype=torch.bfloat16, gap=256),
+    # One product of 128 columns at a time.
+    Case(3, 2, 64, 128, 400, fp4=True, lengths="rows"),
     # Two groups of two rows, the last not full; pages of two tiles; four pages a tile.
     Case(3, 3, 64, 128, 300, 128, fp4=True, lengths="rows", clean=False),
     Case(4, 4, 16, 128, 150, 16, fp4=True, lengths="zeros"),

@@ -1,4 +1,4 @@
-// A stand-in for the backend's wgmma.cuh: a product happens when it is waited for.
+// A stand-in for the backend's wgmma.cuh: a product happens when it is committed, or when it is waited for.
 #pragma once
 
 #include "ptx.cuh"
@@ -25,12 +25,22 @@ inline uint64_t matrix_descriptor(const void* pointer) {
   return shared_address(pointer) >> 4 | uint64_t(kRowBytes) << 32;
 }
 inline void wgmma_fence() { __syncwarp(); }
-inline void wgmma_commit() { __syncwarp(); }
-inline void wgmma_wait_all() {
-  __syncwarp();
+inline void run_products() {
   for (const auto& product : machine.current->products) product();
   machine.current->products.clear();
   __syncwarp();  // a lane reads registers of others
+}
+inline void wgmma_commit() {
+  __syncwarp();
+  if (machine.next_random() % 2) {
+    run_products();
+  } else {
+    __syncwarp();
+  }
+}
+inline void wgmma_wait_all() {
+  __syncwarp();
+  run_products();
   ++machine.progress;
 }
 

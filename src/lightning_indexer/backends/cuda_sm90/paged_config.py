@@ -193,8 +193,10 @@ def of_shape(
     if workers == 0:
         # Up to 64 columns there are registers for four workers of a multiprocessor, up to 128 for three.
         workers, ctas_per_sm = (2, 2) if pairs <= 64 else (3, 1) if pairs <= 128 else (2, 1)
-        if config.fp4:  # and for two products and the keys, three and two
-            workers, ctas_per_sm = (3 if pairs <= 64 else 2), 1
+        if config.fp4:
+            # Keys lie beside the products, of which two fit three workers up to 64 columns. Beyond, one group of few
+            # rows is better off with three workers, others with two products.
+            workers, ctas_per_sm = (3 if pairs <= 64 or (config.groups == 1 and rows <= 3) else 2), 1
     if k_stages == 0:
         most = {(2, 2): 4 if pairs < 64 else 3, (3, 1): 3}.get((workers, ctas_per_sm), 5)
         k_stages = most * (128 // problem.head_dim) if not config.fp4 else 8
@@ -219,7 +221,8 @@ def neighbours(problem: PagedMqaLogitsProblem, arch: Arch) -> list[PagedConfig]:
     shapes += [(1, 2, 6), (1, 2, 8), (3, 1, 4), (2, 1, 6)] if 64 < pairs <= 128 else []
     shapes += [(2, 1, 3), (2, 1, 4)] if pairs > 128 else []
     if chosen.fp4:
-        shapes = [(3, 1, 5), (3, 1, 12), (2, 1, 12)] if pairs <= 64 else [(2, 1, 5), (2, 1, 12)]
+        shapes = [(3, 1, 5), (3, 1, 12), (2, 1, 12)] if pairs <= 64 else [(2, 1, 8), (2, 1, 5)]
+        shapes += [(3, 1, 5), (3, 1, 8)] if pairs > 64 and chosen.rows <= 3 else []
         shapes += [(2, 2, 6), (2, 2, 8)] if pairs <= 32 else []
     others = [of_shape(problem, arch, chosen.rows, *shape) for shape in shapes]
     if chosen.groups * chosen.rows >= 2 and chosen.rows > 1:

@@ -1,5 +1,5 @@
 // What the math warpgroups of paged_mqa_logits.cuh do with fp4 keys: a tile is converted into registers, multiplied
-// with each group of rows, and summed while the next product runs.
+// with each group of rows, and summed, while the next product runs where registers allow.
 #pragma once
 
 #include "paged_fp4.cuh"
@@ -57,6 +57,9 @@ struct Pending {
   }
 };
 
+// Registers for two products beside the keys; else the sums of one end before the next one starts.
+constexpr bool kTwoProducts = kPairs <= 64 || kWorkers < 3;
+
 __device__ __forceinline__ void multiply_fp4(const Arguments& a, const Shared& shared, Worker& s) {
   const int lane = threadIdx.x % 32;
   const int my_row = kLanesPerRow == 1 ? lane % 4 : lane % 4 / 2;
@@ -94,38 +97,52 @@ __device__ __forceinline__ void multiply_fp4(const Arguments& a, const Shared& s
       }
       ptx::wgmma_commit();
     };
-    // Sums the product that runs into d, behind the start of the next one; false if there is none.
+    // Sums the product that runs into d, and starts the next one, into `other` before it where there is one; false if
+    // there is no next one.
     const auto finish = [&](Accumulators& d, Accumulators& other) {
       float now[kKeysPerLane];
 #pragma unroll
       for (int e = 0; e < kKeysPerLane; ++e) now[e] = scale[e];
       const bool last = group == kGroups - 1, convert = last && tile + 1 < tiles, more = !last || convert;
+      const int next = last ? 0 : group + 1;
+      const auto store_and_enter = [&]() {
+        pending.store(a);
+        if (kGroups > 1 || tile == 0) {
+          load_weights(s.weights[q_stage][group], lane, w);
+          pending.enter(a, segment, group, my_row);
+        }
+        pending.key = tile_key;
+#pragma unroll
+        for (int e = 0; e < kKeysPerLane; ++e) pending.scale[e] = now[e];
+      };
+      if constexpr (!kTwoProducts) store_and_enter();
       if (convert) next_keys();
       ptx::wgmma_wait_all();
       if (convert) keys.convert(operand);
-      if (more) start(other, last ? 0 : group + 1);
-      pending.store(a);
-      if (kGroups > 1 || tile == 0) {
-        load_weights(s.weights[q_stage][group], lane, w);
-        pending.enter(a, segment, group, my_row);
+      if constexpr (kTwoProducts) {
+        if (more) start(other, next);
+        store_and_enter();
       }
-      pending.key = tile_key;
-#pragma unroll
-      for (int e = 0; e < kKeysPerLane; ++e) pending.scale[e] = now[e];
       sum_heads(d, w, lane, pending.sum);
-      if (last) {
-        group = 0, ++tile, tile_key += kTileKeys;
-      } else {
-        ++group;
+      if constexpr (!kTwoProducts) {
+        if (more) start(d, next);
       }
+      group = next;
+      if (last) ++tile, tile_key += kTileKeys;
       return more;
     };
 
     next_keys();
     keys.convert(operand);
     start(even, 0);
+    if constexpr (kTwoProducts) {
 #pragma unroll 1
-    while (finish(even, odd) && finish(odd, even)) {
+      while (finish(even, odd) && finish(odd, even)) {
+      }
+    } else {
+#pragma unroll 1
+      while (finish(even, even)) {
+      }
     }
     ptx::wgmma_wait_all();
     ptx::barrier_arrive(&s.q_empty[q_stage]);
