@@ -24,8 +24,8 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 GOOD = PagedMqaLogitsProblem(64, 1, 32768, 64, 128, CacheLayout(), 512, clean_logits=False)
 
 
-def _problem(heads=64, head_dim=128, next_n=1, page=64, scales="float32", clean=False, bf16=False, batch=64):
-    layout = CacheLayout(page, head_dim, scales=scales)
+def _problem(heads=64, head_dim=128, next_n=1, page=64, scales="float32", clean=False, bf16=False, batch=64, fp4=False):
+    layout = CacheLayout.fp4(page) if fp4 else CacheLayout(page, head_dim, scales=scales)
     dtype = torch.bfloat16 if bf16 else torch.float32
     return PagedMqaLogitsProblem(
         batch, next_n, 32768, heads, head_dim, layout, 32768 // page, out_dtype=dtype, clean_logits=clean
@@ -42,6 +42,14 @@ COMPILED = [
     _problem(16, 64, 6, 16, "ue8m0", clean=True, bf16=True),
     _problem(24, 32, 5, 128, clean=True),
     _problem(8, 128, 8, 32),
+    _problem(fp4=True),
+    _problem(32, fp4=True, clean=True),
+    _problem(64, next_n=2, clean=True, fp4=True),
+    _problem(64, next_n=3, fp4=True),
+    _problem(64, next_n=4, page=128, fp4=True),
+    _problem(128, next_n=8, fp4=True),
+    _problem(16, next_n=6, page=16, clean=True, bf16=True, fp4=True),
+    _problem(8, next_n=8, page=32, fp4=True),
 ]
 
 
@@ -79,20 +87,36 @@ def test_kernel_holds_the_instructions_it_is_built_on(compiled, tmp_path):
         assert bool(re.search(r"\bUBLKCP\b", sass)) == (config.form == "clean"), "-inf is filled by bulk stores"
 
 
+def test_fp4_keys_are_looked_up_by_permutation(compiled, tmp_path):
+    triton = pytest.importorskip("triton", reason="its package carries cuobjdump")
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    config = paged_config.heuristic(_problem(fp4=True), SM90)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled[config].cubin)
+    sass = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    products = re.findall(r"QGMMA\.64x64x32\.F32\.E4M3\.E4M3 R\d+, (R\d+), gdesc", sass)
+    assert len(set(products)) == 4, "keys are operands in registers"
+    # Of 64 codes a lane: a tile is converted at the head of a segment, and behind the products of either accumulator.
+    assert 3 * 32 <= len(re.findall(r"\bPRMT\b", sass)) < 4 * 32
+    assert not re.search(r"\b(LDL|STL)\b", sass)
+    assert not re.search(r"\bUTMALDG\.3D\b", sass)
+
+
 def test_choices_fit_the_machine():
     names = {}
     for heads, head_dim, next_n, page in itertools.product(
-        (8, 24, 64, 72, 104, 128), host.HEAD_DIMS, range(1, 9), host.PAGES
+        (8, 24, 64, 72, 104, 128), (*host.HEAD_DIMS, "fp4"), range(1, 9), host.PAGES
     ):
         for batch in (1, 512):
-            problem = _problem(heads, head_dim, next_n, page, batch=batch)
+            fp4 = head_dim == "fp4"
+            problem = _problem(heads, 128 if fp4 else head_dim, next_n, page, batch=batch, fp4=fp4)
             assert host.PagedMqaLogits().supports(problem, SM90) is None
             for config in paged_config.neighbours(problem, SM90):
                 assert names.setdefault(config.name, config.macros()) == config.macros()
                 assert config.shared_bytes <= config.shared_limit <= paged_config.SHARED_LIMIT, config
                 assert config.ctas_per_sm * (config.shared_bytes + 1024) <= 228 * 1024, config
                 assert 2 <= config.k_stages <= 32
-                assert config.pairs <= 256
+                assert config.pairs <= (128 if fp4 else 256)
                 assert config.groups * config.rows >= next_n
                 assert all(1 <= side <= 256 for side in (*config.q_box, *config.k_box))
     assert all(re.fullmatch(r"\w+", name) for name in names)
@@ -153,6 +177,16 @@ def test_a_geometry_that_the_source_is_not_written_for_is_named(changed, sentenc
     config = dataclasses.replace(paged_config.heuristic(GOOD, SM90), **changed)
     with pytest.raises(nvrtc.CompileError, match=re.escape(sentence)):
         nvrtc.build(host.SOURCE, host.NVRTC_ARCH, config.macros())
+
+
+def test_a_geometry_that_fp4_keys_are_not_read_in_is_named():
+    macros = paged_config.heuristic(_problem(64, next_n=4, fp4=True), SM90).macros()
+    for changed, sentence in (
+        ({"GROUP_ROWS": 4}, "of 128 columns at most"),
+        ({"HEAD_DIM": 64}, "FP4: a lane of a quad"),
+    ):
+        with pytest.raises(nvrtc.CompileError, match=re.escape(sentence)):
+            nvrtc.build(host.SOURCE, host.NVRTC_ARCH, {**macros, **changed})
 
 
 @pytest.mark.parametrize(

@@ -308,9 +308,11 @@ def test_rows_behind_the_last_key_do_not_count():
     assert "in key" in small.compare(one, other)
 
 
-def test_hopper_decode_leaves_fp4_pages_to_triton():
+def test_hopper_decode_reads_fp4_pages():
     kernel = registry.kernel("cuda-sm90", "fp8_paged_mqa_logits")
     problem = PagedMqaLogitsProblem(2, 1, 4096, 64, 128, CacheLayout(), 64)
     sm90 = arch.Arch.parse("sm90")
     assert kernel.supports(problem, sm90) is None
-    assert "fp4" in str(kernel.supports(problem._replace(layout=CacheLayout.fp4()), sm90))
+    assert kernel.supports(problem._replace(layout=CacheLayout.fp4()), sm90) is None
+    # Pages that are not aligned are Triton's.
+    assert "16-byte" in str(kernel.supports(problem._replace(layout=CacheLayout.fp4(), aligned=False), sm90))

@@ -11,6 +11,7 @@ import torch
 from lightning_indexer import Arch
 from lightning_indexer.backends.cuda_sm90 import paged_config
 from lightning_indexer.check.paged_mqa_logits import Case, call_of, run_case
+from paged_fp4 import check_any_exponents
 from sm90_standin.emulate import Emulator, host
 
 pytestmark = [
@@ -83,3 +84,31 @@ SCHEDULES = [
 def test_schedule(case, emulator):
     """All kinds of pieces."""
     assert _faults(emulator, case, _config(case, **LEAST), 3) == []
+
+
+FP4 = [
+    # A page a load, four lanes a row; zero blocks' scales, by indices.
+    Case(5, 1, 64, 128, 300, fp4=True),
+    Case(7, 1, 8, 128, 200, fp4=True, ragged=True, clean=False, out_dtype=torch.bfloat16, gap=256),
+    # One product of 128 columns at a time.
+    Case(3, 2, 64, 128, 400, fp4=True, lengths="rows"),
+    # Two groups of two rows, the last not full; pages of two tiles; four pages a tile.
+    Case(3, 3, 64, 128, 300, 128, fp4=True, lengths="rows", clean=False),
+    Case(4, 4, 16, 128, 150, 16, fp4=True, lengths="zeros"),
+]
+
+
+@pytest.mark.parametrize("case", FP4, ids=str)
+def test_fp4_keys(case, emulator):
+    assert _faults(emulator, case, _config(case), 1) == []
+
+
+@pytest.mark.parametrize(("next_n", "heads", "page"), [(1, 64, 64), (3, 32, 16)])
+def test_fp4_keys_of_any_exponents(next_n, heads, page, emulator):
+    case = Case(4, next_n, heads, 128, 300, page, fp4=True, lengths="rows")
+
+    def call(case, inputs, out):
+        with pytest.MonkeyPatch.context() as patch:
+            emulator.run(call_of(case, inputs, out), host.Launch(case.problem, _config(case)), patch, seed=2)
+
+    assert check_any_exponents(case, CPU, call) == []

@@ -40,7 +40,10 @@ def test_a_plan_has_every_size_that_heuristics_tell_apart():
     batch, decode, *cache = prebuild.plan(SM90, [64], [128])
     assert str(batch) == "cuda-sm90 fp8_mqa_logits H=64 D=128"
     assert str(decode) == "cuda-sm90 fp8_paged_mqa_logits H=64 D=128"
-    assert {(p.next_n, p.form) for p in decode.problems} == {(n, f) for n in (1, 2, 4) for f in ("clean", "noclean")}
+    forms = {(n, f, fp4) for n in (1, 2, 4) for f in ("clean", "noclean") for fp4 in (False, True)}
+    assert {(p.next_n, p.form, p.layout.is_fp4) for p in decode.problems} == forms
+    [narrow] = prebuild.plan(SM90, [64], [64], operations=["fp8_paged_mqa_logits"])
+    assert not any(p.layout.is_fp4 for p in narrow.problems), "fp4 keys have 128 channels"
     assert prebuild.plan(SM90, [64], [128], operations=["fp8_paged_mqa_logits"]) == [decode]
     with pytest.raises(ValueError, match="operation: got 'x', expected one of fp8_mqa_logits"):
         prebuild.plan(SM90, [64], [128], operations=["x"])
@@ -82,8 +85,9 @@ def test_decode_of_sizes_in_between_takes_no_other_kernel():
     for b in (1, 3, 16, 57, 300, 4096):
         for width in (1, 100, 8192, 163840):
             for next_n in prebuild.NEXT_N:
-                problem = batch.problems[0]._replace(batch=b, width=width, max_blocks=-(-width // 64), next_n=next_n)
-                assert kernel.config(problem, SM90).name in planned
+                for like in (batch.problems[0], batch.problems[-1]):
+                    problem = like._replace(batch=b, width=width, max_blocks=-(-width // 64), next_n=next_n)
+                    assert kernel.config(problem, SM90).name in planned
 
 
 def test_the_cache_of_sizes_in_between_takes_no_other_kernel():

@@ -8,9 +8,17 @@ import torch
 from lightning_indexer import CacheLayout, arch_of, fp8_paged_mqa_logits
 from lightning_indexer.backends.cuda_sm90 import paged_config
 from lightning_indexer.backends.cuda_sm90 import paged_mqa_logits as sm90
-from lightning_indexer.check.paged_mqa_logits import Case, call_of, cases, make_inputs, run_case
+from lightning_indexer.check.paged_mqa_logits import (
+    Case,
+    call_backend,
+    call_of,
+    cases,
+    make_inputs,
+    run_case,
+)
 from lightning_indexer.problems.paged_mqa_logits import OPERATION, PagedMqaLogitsProblem, reference_paged_logits
 from lightning_indexer.selection import registry
+from paged_fp4 import check_any_exponents
 
 BACKENDS = list(registry.kernels(OPERATION))
 
@@ -107,6 +115,17 @@ def test_a_pool_and_a_result_past_4_gib(backend, device, gate):
     assert bool(torch.isneginf(out[:, seen:]).all())
 
 
+@pytest.mark.parametrize("backend", ["cuda-sm90", "triton-portable"])
+@pytest.mark.parametrize(
+    ("heads", "next_n", "page"), [(8, 8, 16), (32, 3, 64), (64, 1, 64), (64, 4, 128), (128, 2, 32)]
+)
+def test_fp4_keys_of_any_exponents(heads, next_n, page, backend, device, gate):
+    """Blocks far apart, blocks of zeros above others, scales of 0 and of NaN: as ``fp4_to_fp8`` converts them."""
+    case = Case(6, next_n, heads, 128, 1500, page, fp4=True, lengths="rows")
+    gate(backend, case.problem, device)
+    assert check_any_exponents(case, device, call_backend(backend)) == []
+
+
 SM90_SHAPES = [(8, 32, 1), (16, 64, 3), (32, 128, 8), (64, 128, 4), (128, 128, 8), (24, 128, 5), (64, 128, 1)]
 
 
@@ -118,6 +137,20 @@ def test_every_choice_of_cuda_sm90(heads, head_dim, next_n, page, device, gate):
     gate("cuda-sm90", case.problem, device)
     configs = paged_config.neighbours(case.problem, arch_of(device))
     for config in configs if page == 64 else configs[:1]:
+        launch = sm90.Launch(case.problem, config)
+
+        def call(case, inputs, out, launch=launch):
+            launch(call_of(case, inputs, out))
+
+        faults = run_case(case, "", device, repeats=20, call=call)
+        assert faults == [], config
+
+
+@pytest.mark.parametrize(("heads", "next_n"), [(8, 8), (16, 3), (32, 1), (64, 1), (64, 2), (64, 4), (128, 8), (24, 5)])
+def test_every_choice_of_cuda_sm90_for_fp4_keys(heads, next_n, device, gate):
+    case = Case(11, next_n, heads, 128, 3000, fp4=True, lengths="rows", clean=heads != 16)
+    gate("cuda-sm90", case.problem, device)
+    for config in paged_config.neighbours(case.problem, arch_of(device)):
         launch = sm90.Launch(case.problem, config)
 
         def call(case, inputs, out, launch=launch):

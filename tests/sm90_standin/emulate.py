@@ -16,7 +16,16 @@ from lightning_indexer.backends.cuda_sm90.paged_config import PagedConfig
 from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsCall
 
 HERE = Path(__file__).parent
-SOURCES = ("out", "head_sum", "paged_geometry", "paged_plan", "paged_mqa_logits")
+SOURCES = (
+    "out",
+    "head_sum",
+    "paged_geometry",
+    "paged_sums",
+    "paged_fp4",
+    "paged_fp4_multiply",
+    "paged_plan",
+    "paged_mqa_logits",
+)
 
 
 class Map(ctypes.Structure):

@@ -37,6 +37,13 @@ struct float4 {
   float x, y, z, w;
 };
 
+struct uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
 alignas(1024) unsigned char raw[256 * 1024];  // a CTA's shared memory
 
 namespace standin {
@@ -77,6 +84,7 @@ struct Fiber {
   unsigned value = 0;
   std::deque<std::function<void()>> copies;     // cp.async and what waits for it, in order
   std::vector<std::function<void()>> products;  // WGMMAs
+  const void* operand = nullptr;                // of one whose first operand lies in registers
 };
 
 struct Range {
@@ -243,6 +251,7 @@ inline T __shfl_xor_sync(unsigned, T value, int mask) {
   const int lane = threadIdx.x % 32;
   return standin::exchange<T>(value, 30, [=](const T* all) { return all[lane ^ mask]; });
 }
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF); }
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(value); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>((1ull * a * b) >> 32); }
 inline float __saturatef(float value) { return value > 0.0f ? (value < 1.0f ? value : 1.0f) : 0.0f; }
@@ -273,6 +282,32 @@ inline unsigned short to_bfloat16(float value) {
   if (value != value) return 0x7FFF;
   return static_cast<unsigned short>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
+inline uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
+  uint32_t found = 0;
+  for (int i = 0; i < 4; ++i) {
+    const int from = selector >> (4 * i) & 15;
+    if (from > 7) standin::fail("a selector that asks for signs");
+    found |= ((from < 4 ? x : y) >> (8 * (from % 4)) & 0xFF) << (8 * i);
+  }
+  return found;
+}
+inline void keep(uint32_t&) {}
+inline uint2 load_shared_8(uint32_t address) {
+  uint2 words;
+  std::memcpy(&words, raw + address, 8);
+  return words;
+}
+inline uint32_t to_e4m3_code(float value) {
+  // In units of 2^-9 below 2^-6, else of an eighth of the value's power of two; 448 at most.
+  const float size = std::fabs(value);
+  int exponent;
+  std::frexp(size, &exponent);
+  const int step = size == 0.0f ? -9 : max(exponent - 4, -9);
+  const int units = static_cast<int>(std::nearbyint(std::ldexp(size, -step)));
+  const uint32_t code = units + (step + 9) * 8;  // 16 units carry into the exponent
+  return min(code, 0x7Eu) | (std::signbit(value) ? 0x80 : 0);
+}
+inline uint32_t to_e4m3(float high, float low) { return to_e4m3_code(high) << 8 | to_e4m3_code(low); }
 inline uint32_t atomic_add(uint32_t* target, uint32_t value) {
   const uint32_t before = *target;
   *target += value;
@@ -315,6 +350,11 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
 template <int kBarrier, int kThreads>
 inline void bar_sync() {
   standin::meet(machine.named[kBarrier], kThreads, 100 + kThreads);
+}
+
+template <int kThreads>
+inline void bar_sync(int barrier) {
+  standin::meet(machine.named[barrier], kThreads, 100 + kThreads);
 }
 
 // ---- TMA ----

@@ -37,6 +37,8 @@ ROPES = (
 )  # fmt: skip
 CACHE = (insert_k_cache.OPERATION, gather_k_cache.OPERATION, prepare_q.OPERATION)
 OPERATIONS = (*SCORES, *CACHE)
+# Of fp4 keys, the one that a cache has.
+FP4_HEAD_DIM = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +149,15 @@ def _problems(
         ]  # fmt: skip
     if operation in CACHE:
         return _of_cache(operation, heads, head_dim)
+    layouts = [CacheLayout(PAGE, head_dim)]
+    if head_dim == FP4_HEAD_DIM:
+        layouts.append(CacheLayout.fp4(PAGE))
     return [
         PagedMqaLogitsProblem(
-            batch, next_n, width, heads, head_dim, CacheLayout(PAGE, head_dim), -(-width // PAGE), out_dtype=dtype,
+            batch, next_n, width, heads, head_dim, layout, -(-width // PAGE), out_dtype=dtype,
             clean_logits=form == "clean",
         )
-        for form in forms if form != "compressed" for dtype in out_dtypes for next_n in NEXT_N
+        for layout in layouts for form in forms if form != "compressed" for dtype in out_dtypes for next_n in NEXT_N
         for batch, width in BATCHES
     ]  # fmt: skip
 

@@ -12,10 +12,12 @@ from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsProblem
 
 TILE_KEYS = 64
 MAX_PAIRS = 256
+# fp4 keys lie in registers beside the products.
+MAX_FP4_PAIRS = 128
 # Of a multiprocessor's 228 KiB the system takes 1 KiB a CTA.
 _SHARED_OF_SM = 228 * 1024
-# Ints of paged_geometry.cuh's prefix sums, words of its -inf.
-_PREFIX, _NEG_INF = 512, 512
+# Ints of paged_geometry.cuh's prefix sums, words of its -inf, entries of its magnitudes of fp4.
+_PREFIX, _NEG_INF, _DEPTHS = 512, 512, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class PagedConfig:
         ctas_per_sm: persistent CTAs of a multiprocessor.
         k_stages: tiles of 64 keys between TMA and the tensor cores, for each worker.
         q_stages: sequences of q, likewise.
+        fp4: keys are MXFP4.
     """
 
     heads: int
@@ -51,6 +54,7 @@ class PagedConfig:
     ctas_per_sm: int = 2
     k_stages: int = 3
     q_stages: int = 2
+    fp4: bool = False
 
     @property
     def name(self) -> str:
@@ -58,7 +62,7 @@ class PagedConfig:
         return (
             f"fp8_paged_mqa_logits_H{self.heads}_D{self.head_dim}_n{self.next_n}_p{self.page}_r{self.rows}"
             f"_w{self.workers}x{self.ctas_per_sm}_k{self.k_stages}_q{self.q_stages}"
-            f"_{self.form}_{self.out}{'_ue8m0' if self.ue8m0 else ''}_sm90"
+            f"_{self.form}_{self.out}{'_fp4' if self.fp4 else '_ue8m0' if self.ue8m0 else ''}_sm90"
         )
 
     @property
@@ -94,13 +98,19 @@ class PagedConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread of a math warpgroup, and of the other warps (setmaxnreg); zeros: all stay as they start."""
-        return {(2, 2): (88, 64), (1, 2): (192, 64), (2, 1): (216, 72), (3, 1): (144, 80)}.get(
-            (self.workers, self.ctas_per_sm), (0, 0)
-        )
+        moved = {(2, 2): (88, 64), (1, 2): (192, 64), (2, 1): (216, 72), (3, 1): (144, 80)}
+        if self.fp4:
+            moved[2, 2] = 96, 48
+        return moved.get((self.workers, self.ctas_per_sm), (0, 0))
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key in the cache."""
+        return self.head_dim // 2 if self.fp4 else self.head_dim
 
     @property
     def scales_in_load(self) -> bool:
-        """One TMA load brings a page with its scales."""
+        """One load brings a page with its scales."""
         return self.page == TILE_KEYS
 
     @property
@@ -110,20 +120,21 @@ class PagedConfig:
 
     @property
     def k_box(self) -> tuple[int, ...]:
-        """TMA box of the cache: channels; keys, and the rows that their scales fill; pages."""
+        """TMA box of the cache: channels; keys, and the rows that their scales fill; pages. Of fp4 keys, bytes that
+        are copied as they lie."""
         keys = min(self.page, TILE_KEYS)
-        return self.head_dim, keys + (4 * keys // self.head_dim if self.scales_in_load else 0), 1
+        return self.row_bytes, keys + (4 * keys // self.row_bytes if self.scales_in_load else 0), 1
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA, as ``struct Shared`` of paged_geometry.cuh lays it out."""
         q = _up(self.groups * self.pairs * self.head_dim, 1024)
-        k = _up(TILE_KEYS * (self.head_dim + 4), 1024)
+        k = _up(TILE_KEYS * (self.row_bytes + 4), 1 if self.fp4 else 1024)
         weights = 4 * self.groups * _up(self.pairs, 16)
         segment = 4 * (3 + self.next_n)
         worker = self.q_stages * (q + weights) + self.k_stages * k + 32 * 32
         worker = _up(worker + self.q_stages * segment, 8) + 16 * (self.q_stages + self.k_stages)
-        other = 4 * (_NEG_INF + 4 * self.workers + _PREFIX + 1)
+        other = _up(4 * (_NEG_INF + 4 * self.workers + _PREFIX + 1), 8) + 8 * _DEPTHS
         return _up(self.workers * _up(worker, 1024) + other, 1024)
 
     @property
@@ -139,6 +150,7 @@ class PagedConfig:
             "HEAD_DIM": self.head_dim,
             "NEXT_N": self.next_n,
             "PAGE": self.page,
+            "FP4": int(self.fp4),
             "UE8M0": int(self.ue8m0),
             "CLEAN": int(self.form == "clean"),
             "OUT_BF16": int(self.out == "bf16"),
@@ -164,7 +176,7 @@ def _up(value: int, to: int) -> int:
 def heuristic(problem: PagedMqaLogitsProblem, arch: Arch) -> PagedConfig:
     """By what a tile is multiplied with, and how many bytes of keys there may be."""
     heads, next_n = problem.heads, problem.next_n
-    groups = -(-next_n // max(1, MAX_PAIRS // heads))
+    groups = -(-next_n // max(1, (MAX_FP4_PAIRS if problem.layout.is_fp4 else MAX_PAIRS) // heads))
     return of_shape(problem, arch, -(-next_n // groups))
 
 
@@ -176,19 +188,27 @@ def of_shape(
     config = PagedConfig(
         problem.heads, problem.head_dim, problem.next_n, problem.layout.page, problem.layout.scales == "ue8m0",
         problem.form, "f32" if problem.out_dtype is torch.float32 else "bf16", arch.units, rows,
+        fp4=problem.layout.is_fp4,
     )  # fmt: skip
     if workers == 0:
         # Up to 64 columns there are registers for four workers of a multiprocessor, up to 128 for three.
         workers, ctas_per_sm = (2, 2) if pairs <= 64 else (3, 1) if pairs <= 128 else (2, 1)
+        if config.fp4:
+            # Keys lie beside the products, of which two fit three workers up to 64 columns. Beyond, one group of few
+            # rows is better off with three workers, others with two products.
+            workers, ctas_per_sm = (3 if pairs <= 64 or (config.groups == 1 and rows <= 3) else 2), 1
     if k_stages == 0:
         most = {(2, 2): 4 if pairs < 64 else 3, (3, 1): 3}.get((workers, ctas_per_sm), 5)
-        k_stages = most * (128 // problem.head_dim)
+        k_stages = most * (128 // problem.head_dim) if not config.fp4 else 8
     shapes = [(workers, ctas_per_sm, k_stages, 2)]
-    shapes += [(count, 1, stages, q) for count in (2, 1) for q, stages in ((2, 5), (1, 5))]
+    if config.fp4:
+        shapes.append((workers, ctas_per_sm, k_stages, 1))
+    shapes += [(count, 1, 8 if config.fp4 else 5, q) for count in (2, 1) for q in (2, 1)]
     for count, ctas, most, q_stages in shapes:
+        least = 4 if config.fp4 else 3 if ctas > 1 else 2
         for stages in range(most, 1, -1):
             found = replace(config, workers=count, ctas_per_sm=ctas, k_stages=stages, q_stages=q_stages)
-            if found.shared_bytes <= found.shared_limit and (stages >= 3 or ctas == 1):
+            if found.shared_bytes <= found.shared_limit and stages >= least:
                 return found
     raise AssertionError(f"{problem}: no stages fit")
 
@@ -200,6 +220,10 @@ def neighbours(problem: PagedMqaLogitsProblem, arch: Arch) -> list[PagedConfig]:
     shapes = [(2, 2, 3), (2, 2, 4), (1, 2, 6), (1, 2, 8)] if pairs <= 64 else []
     shapes += [(1, 2, 6), (1, 2, 8), (3, 1, 4), (2, 1, 6)] if 64 < pairs <= 128 else []
     shapes += [(2, 1, 3), (2, 1, 4)] if pairs > 128 else []
+    if chosen.fp4:
+        shapes = [(3, 1, 5), (3, 1, 12), (2, 1, 12)] if pairs <= 64 else [(2, 1, 8), (2, 1, 5)]
+        shapes += [(3, 1, 5), (3, 1, 8)] if pairs > 64 and chosen.rows <= 3 else []
+        shapes += [(2, 2, 6), (2, 2, 8)] if pairs <= 32 else []
     others = [of_shape(problem, arch, chosen.rows, *shape) for shape in shapes]
     if chosen.groups * chosen.rows >= 2 and chosen.rows > 1:
         others.append(of_shape(problem, arch, -(-chosen.rows // 2)))

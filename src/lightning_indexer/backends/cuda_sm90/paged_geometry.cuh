@@ -1,6 +1,6 @@
 // The geometry of one instantiation of paged_mqa_logits.cuh, from PagedConfig, with its shared memory and arguments.
 //
-// Compile-time: HEADS, HEAD_DIM, NEXT_N, PAGE, UE8M0, CLEAN, OUT_BF16, GROUP_ROWS, WORKERS, CTAS_PER_SM, K_STAGES,
+// Compile-time: HEADS, HEAD_DIM, NEXT_N, PAGE, FP4, UE8M0, CLEAN, OUT_BF16, GROUP_ROWS, WORKERS, CTAS_PER_SM, K_STAGES,
 // Q_STAGES, MATH_REGISTERS, OTHER_REGISTERS (0: no setmaxnreg), Q_BOX, K_BOX, SHARED_BYTES, SHARED_LIMIT, KERNEL_NAME.
 #pragma once
 
@@ -10,9 +10,12 @@
 namespace {
 
 constexpr bool kClean = CLEAN;
+constexpr bool kFp4 = FP4;  // keys are MXFP4
 constexpr int kHeads = HEADS, kHeadDim = HEAD_DIM, kNextN = NEXT_N, kPage = PAGE;
+constexpr int kRowBytes = kFp4 ? kHeadDim / 2 : kHeadDim;  // of a key in the cache
 static_assert(kHeads % 8 == 0 && kHeads >= 8 && kHeads <= 128, "HEADS: the lanes of a quad share them, two at a time");
 static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128, "HEAD_DIM: one swizzle span of TMA and WGMMA");
+static_assert(!kFp4 || kHeadDim == 128, "FP4: a lane of a quad has one of a key's four blocks of 32 channels");
 static_assert(kNextN >= 1 && kNextN <= 8, "NEXT_N: lanes below next_n hold what belongs to a row");
 static_assert(kPage == 16 || kPage == 32 || kPage == 64 || kPage == 128, "PAGE: pages fill tiles, or tiles pages");
 
@@ -22,6 +25,8 @@ constexpr int kGroupRows = GROUP_ROWS;
 constexpr int kGroups = (kNextN + kGroupRows - 1) / kGroupRows;
 constexpr int kPairs = kGroupRows * kHeads;
 static_assert(kGroupRows >= 1 && kGroupRows <= kNextN && kPairs <= 256, "GROUP_ROWS: the N of a WGMMA is at most 256");
+static_assert(!kFp4 || kPairs <= 128,
+              "GROUP_ROWS: fp4 keys lie in registers beside the products, of 128 columns at most");
 // Lanes of a quad that share the heads of a row. A quad sums 4 / kLanesPerRow rows at once.
 constexpr int kLanesPerRow = kGroupRows % 4 == 0 ? 1 : kGroupRows % 2 == 0 ? 2 : 4;
 constexpr int kRowsAtOnce = 4 / kLanesPerRow;
@@ -32,15 +37,16 @@ constexpr int kColumnPairs = kHeads / (2 * kLanesPerRow);  // pairs of heads tha
 constexpr int kBlocks = kPage < kTileKeys ? kTileKeys / kPage : 1;
 constexpr int kBlockKeys = kTileKeys / kBlocks;
 constexpr int kTilesPerPage = kPage > kTileKeys ? kPage / kTileKeys : 1;
-// The scales of a page of 64 keys are the rows behind them, and come in the same load, swizzled like them.
+// The scales of a page of 64 keys are the rows behind them, and come in the same load, swizzled like them (fp4 keys and
+// theirs are not).
 constexpr bool kScalesInLoad = kPage == kTileKeys;
 constexpr int kScaleBytes = 4 * kTileKeys;
 
 // Stages start where a swizzle pattern does.
 __host__ __device__ constexpr int round_up(int bytes) { return (bytes + 1023) / 1024 * 1024; }
 constexpr int kKStages = K_STAGES, kQStages = Q_STAGES;
-constexpr int kTileBytes = kTileKeys * kHeadDim;
-constexpr int kKStageBytes = round_up(kTileBytes + kScaleBytes);
+constexpr int kTileBytes = kTileKeys * kRowBytes;
+constexpr int kKStageBytes = kFp4 ? kTileBytes + kScaleBytes : round_up(kTileBytes + kScaleBytes);
 constexpr int kQBytes = kGroups * kPairs * kHeadDim;
 constexpr int kQStageBytes = round_up(kQBytes);
 constexpr int kQLoadBytes = kRowsAtOnce * kHeads * kHeadDim;
@@ -62,8 +68,8 @@ static_assert(QBox::kRank == 5 && QBox::kSide[0] == kHeadDim && QBox::kSide[1] =
                   QBox::kSide[2] == kRowsAtOnce && QBox::kSide[3] == kColumnPairs && QBox::kSide[4] == 1,
               "Q_BOX: channels, heads of the lanes of a row, rows, pairs of heads, one sequence");
 static_assert(QBox::kBytes == kQLoadBytes, "Q_BOX: whole rows");
-static_assert(KBox::kRank == 3 && KBox::kSide[0] == kHeadDim && KBox::kSide[2] == 1 &&
-                  KBox::kBytes == kBlockKeys * kHeadDim + (kScalesInLoad ? kScaleBytes : 0),
+static_assert(KBox::kRank == 3 && KBox::kSide[0] == kRowBytes && KBox::kSide[2] == 1 &&
+                  KBox::kBytes == kBlockKeys * kRowBytes + (kScalesInLoad ? kScaleBytes : 0),
               "K_BOX: channels, the keys of a block (and their scales), one page");
 
 // Warps: a math warpgroup for each worker; then one warpgroup of producer warps, one for each worker, and fill warps.
@@ -109,11 +115,13 @@ struct alignas(1024) Worker {
 };
 
 constexpr int kPrefixEntries = 512;
+constexpr int kDepths = 32;  // exponents below a key's largest block, from 19 on nothing is left of a code
 struct Shared {
   Worker worker[kWorkers];
   alignas(16) uint32_t neg_inf[512];  // the source of bulk stores
   int warp_tiles[kMathThreads / 32];
-  int prefix[kPrefixEntries + 1];  // tiles of all sequences before an entry of them
+  int prefix[kPrefixEntries + 1];        // tiles of all sequences before an entry of them
+  alignas(8) uint2 magnitudes[kDepths];  // of fp4 keys
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: PagedConfig.shared_bytes and struct Shared differ");
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "SHARED_BYTES: more shared memory than a CTA may have");
@@ -138,6 +146,7 @@ struct Arguments {
 enum NamedBarrier : int {
   kAllHere = 0,    // the whole CTA, twice: the warps' sums are there, then the mbarriers and the prefix sums
   kFillReady = 1,  // fill warps: the source of the bulk stores is there
+  kQOrdered = 2,   // and + worker: its math warps, q is in the order of fp4 keys
 };
 
 }  // namespace

@@ -15,8 +15,9 @@
 // them.
 //
 // -inf. Behind the last tile of a sequence it comes from the fill warps; inside tiles from the math warps.
-#include "head_sum.cuh"
+#include "paged_fp4_multiply.cuh"
 #include "paged_plan.cuh"
+#include "paged_sums.cuh"
 #include "wgmma.cuh"
 
 namespace {
@@ -45,7 +46,11 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
     unsigned char* stage = s.k[k_stage];
     if constexpr (kScalesInLoad) {
       ptx::barrier_arrive_expect(full, KBox::kBytes);
-      ptx::load_3d(stage, k_map, full, 0, 0, unit.block[0], policy);
+      if constexpr (kFp4) {
+        ptx::bulk_load(stage, a.cache + unit.block[0] * a.cache_stride, KBox::kBytes, full, policy);
+      } else {
+        ptx::load_3d(stage, k_map, full, 0, 0, unit.block[0], policy);
+      }
     } else {
       const int part = unit.tile % kTilesPerPage * kBlockKeys;  // first key of the tile in its page
       ptx::barrier_arrive_expect(full, unit.blocks * (KBox::kBytes + 4 * kBlockKeys));
@@ -53,8 +58,12 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       for (int i = 0; i < kBlocks; ++i) {
         if (i >= unit.blocks) break;
         const unsigned char* block = a.cache + unit.block[i] * a.cache_stride;
-        ptx::load_3d(stage + i * KBox::kBytes, k_map, full, 0, part, unit.block[i], policy);
-        ptx::bulk_load(stage + kTileBytes + i * 4 * kBlockKeys, block + kPage * kHeadDim + 4 * part, 4 * kBlockKeys,
+        if constexpr (kFp4) {
+          ptx::bulk_load(stage + i * KBox::kBytes, block + part * kRowBytes, KBox::kBytes, full, policy);
+        } else {
+          ptx::load_3d(stage + i * KBox::kBytes, k_map, full, 0, part, unit.block[i], policy);
+        }
+        ptx::bulk_load(stage + kTileBytes + i * 4 * kBlockKeys, block + kPage * kRowBytes + 4 * part, 4 * kBlockKeys,
                        full, policy);
       }
     }
@@ -161,51 +170,6 @@ __device__ __forceinline__ void fill(const Arguments& a, Shared& s, int warp) {
 }
 
 // ---- math warpgroups ----
-
-// What a lane stores of a product: kStoredRows rows, kRowsApart apart, of a key or of two that are eight apart.
-constexpr int kStoredRows = kLanesPerRow == 4 ? (kRowsPerLane + 1) / 2 : kRowsPerLane;
-constexpr int kRowsApart = kLanesPerRow == 1 ? 4 : 2;
-constexpr int kKeysPerLane = kLanesPerRow == 1 ? 2 : 1;
-using Accumulators = float[kPairs / 2];
-using Weights = float[kWeights / 4];
-using Sums = float[kStoredRows][kKeysPerLane];
-
-__device__ __forceinline__ void load_weights(const float (&shared)[kWeights], int lane, Weights& w) {
-#pragma unroll
-  for (int i = 0; i < kWeights / 4; i += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(&shared[4 * i + lane % 4 * 4]);
-    w[i] = four.x, w[i + 1] = four.y, w[i + 2] = four.z, w[i + 3] = four.w;
-  }
-}
-
-__device__ __forceinline__ void sum_heads(const Accumulators& d, const Weights& w, int lane, Sums& sum) {
-  constexpr int kParts = kRowsPerLane == 1 ? 4 : 2;  // at least four independent sums with those of the other key
-  float row_sum[2 * kStoredRows] = {};               // of four lanes a row; one more where rows are odd
-#pragma unroll
-  for (int r = 0; r < kRowsPerLane; ++r) {
-    float sum0, sum1;
-    relu_sums<kColumnPairs, kParts>(d + 4 * r * kColumnPairs, w + 2 * r * kColumnPairs, sum0, sum1);
-    if constexpr (kLanesPerRow == 1) {
-      sum[r][0] = sum0, sum[r][1] = sum1;
-    } else {  // an even lane keeps one key, an odd lane the other
-      const bool odd = lane & 1;
-      const float kept = (odd ? sum1 : sum0) + __shfl_xor_sync(~0u, odd ? sum0 : sum1, 1);
-      if constexpr (kLanesPerRow == 2) {
-        sum[r][0] = kept;
-      } else {
-        row_sum[r] = kept;
-      }
-    }
-  }
-  if constexpr (kLanesPerRow == 4) {  // of two rows, the lower lanes keep one, the upper lanes the other
-#pragma unroll
-    for (int r = 0; r < kStoredRows; ++r) {
-      const bool upper = lane & 2;
-      sum[r][0] = (upper ? row_sum[2 * r + 1] : row_sum[2 * r]) +
-                  __shfl_xor_sync(~0u, upper ? row_sum[2 * r] : row_sum[2 * r + 1], 2);
-    }
-  }
-}
 
 // Where the scale of a key lies in its stage: rows behind the keys are swizzled like them.
 __device__ __forceinline__ int place_of_scale(int key) {
@@ -353,7 +317,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     sum_tiles(a, s);
     all_here();
     if constexpr (kMoveRegisters) ptx::setmaxnreg_inc<kMathRegisters>();
-    multiply(a, s.worker[uniform(threadIdx.x / 128)]);
+    if constexpr (kFp4) {
+      multiply_fp4(a, s, s.worker[uniform(threadIdx.x / 128)]);
+    } else {
+      multiply(a, s.worker[uniform(threadIdx.x / 128)]);
+    }
     return;
   }
   if constexpr (kMoveRegisters) ptx::setmaxnreg_dec<kOtherRegisters>();
@@ -370,6 +338,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       for (Worker& worker : s.worker) init_barriers(worker);
       ptx::barrier_init_fence();
     }
+    if (kFp4 && other == kWorkers) write_magnitudes(s, threadIdx.x % 32);
     __syncwarp();
     all_here();
     all_here();

@@ -41,8 +41,6 @@ class PagedMqaLogits:
                 return f"{name}={value} is not one of {', '.join(map(str, known))}"
         if problem.next_n > MAX_NEXT_N:
             return f"next_n={problem.next_n} is beyond {MAX_NEXT_N}"
-        if layout.is_fp4:
-            return "keys are fp4: WGMMA reads fp8"
         if layout.order != "flat":
             return f"pages are {layout.order}: WGMMA reads flat ones"
         if not problem.aligned:
@@ -162,7 +160,10 @@ class _Bound:
         q_address, cache_address = pointers
         q_map = q_tensor_map(self.config, q_address, self.problem.batch, self.layout[1])
         # A pool of no blocks has no address, and nothing is loaded from it.
-        k_map = k_tensor_map(self.config, cache_address or q_address, max(1, self.layout[2]), self.layout[3])
+        if self.config.fp4:  # pages are copied without a map
+            k_map = q_map
+        else:
+            k_map = k_tensor_map(self.config, cache_address or q_address, max(1, self.layout[2]), self.layout[3])
         if len(self.maps) >= MAX_KEPT:
             self.maps.clear()
         self.maps[pointers] = (q_map, int(q_map.getPtr()), k_map, int(k_map.getPtr()))
