@@ -57,20 +57,6 @@ def selection() -> dict[str, object]:
     return {"environment": facts, "source": "docs/kernels/top_k.md", "rows": rows}
 
 
-def decode() -> dict[str, object]:
-    rows = []
-    header = "| H | next_n | B | context | us | DeepGEMM |"
-    for h, next_n, batch, context, ours, theirs, *_others, portable in table("kernels/cuda_sm90_paged.md", header):
-        case = {"batch": int(batch), "next_n": int(next_n), "context": int(context), "heads": int(h), "head_dim": 128}
-        read = int(batch) * int(context) * (128 + 4)
-        for name, time in (("cuda-sm90", ours), ("deep_gemm", theirs), ("triton-portable", portable)):
-            us = None if time == "-" else float(time)
-            rows.append({**case, "contender": name, "median_us": us, "gbs": us and round(read / us / 1e3, 1)})
-    facts = {**H200, "triton": "3.6", "vllm": "0.33", "commit": "9060934", "date": "2026-12-01"}
-    source = "docs/kernels/cuda_sm90_paged.md"
-    return {"environment": facts, "source": source, "ceilings": {"copy_gbs": 4264.0}, "rows": rows}
-
-
 def layers() -> dict[str, object]:
     runs = []
     selects = {"A": "torch.topk", "B": "top_k_per_row"}
@@ -87,7 +73,7 @@ def layers() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    recorded = {"scores": scores(), "top_k": selection(), "decode": decode(), "layers": layers()}
+    recorded = {"scores": scores(), "top_k": selection(), "layers": layers()}
     for name, document in ((f"h200-{name}", document) for name, document in recorded.items()):
         path = DOCS / "results" / f"{name}.json"
         path.write_text(json.dumps(document, indent=1) + "\n")

@@ -20,8 +20,7 @@ MEASURED: dict[str, frozenset[tuple[str, str]]] = {
     "fp8_mqa_logits": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
     "fp8_paged_mqa_logits": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
     "top_k_per_row": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
-    # The suite of inserts on triton-portable has not run on a GPU: its kernels are held against PyTorch.
-    "insert_k_cache": frozenset({("cuda-sm90", "sm90"), ("torch-blocked", "cpu")}),
+    "insert_k_cache": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
     "gather_k_cache": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
     "prepare_q": frozenset({("cuda-sm90", "sm90"), ("triton-portable", "sm90"), ("torch-blocked", "cpu")}),
 }
