@@ -37,7 +37,7 @@ struct float4 {
   float x, y, z, w;
 };
 
-struct uint2 {
+struct alignas(8) uint2 {
   unsigned x, y;
 };
 struct alignas(16) uint4 {
