@@ -57,24 +57,9 @@ def selection() -> dict[str, object]:
     return {"environment": facts, "source": "docs/kernels/top_k.md", "rows": rows}
 
 
-def layers() -> dict[str, object]:
-    runs = []
-    selects = {"A": "torch.topk", "B": "top_k_per_row"}
-    for model, side, *numbers in table("engines.md", "| model | side | TTFT | scoring | selection | indexer |"):
-        total, scoring, selection, indexer = (float(number) / 1e3 for number in numbers[:4])
-        phases = {"scoring": scoring, "selection": selection, "rest of the indexer": indexer - scoring - selection,
-                  "attention and all else": total - indexer}  # fmt: skip
-        runs.append(
-            {"context": 131072, "side": f"{model} {side}", "backend": "cuda-sm90", "selection": selects[side],
-             "ttft_s": [total], "phases_s": [{name: round(value, 5) for name, value in phases.items()}]}
-        )  # fmt: skip
-    facts = {**H200, "commit": "287622b", "date": "2026-12-01"}
-    return {"environment": facts, "source": "docs/engines.md", "runs": runs}
-
-
 if __name__ == "__main__":
-    recorded = {"scores": scores(), "top_k": selection(), "layers": layers()}
+    recorded = {"scores": scores(), "top_k": selection()}
     for name, document in ((f"h200-{name}", document) for name, document in recorded.items()):
         path = DOCS / "results" / f"{name}.json"
         path.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"{path.name}: {len(document.get('rows') or document['runs'])} rows")  # type: ignore[arg-type]
+        print(f"{path.name}: {len(document['rows'])} rows")  # type: ignore[arg-type]

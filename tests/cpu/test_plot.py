@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from lightning_indexer.bench import pictures
 from lightning_indexer.cli import app as cli
+from lightning_indexer.e2e.run import INDEXER
 
 FACTS = {"device": "a device", "torch": "2.13", "commit": "0badcafe", "date": "2026-01-02"}
 
@@ -44,7 +45,8 @@ DOCUMENTS = {
          "in_order_us": 5.0, "published": {"Triton": 6.0}, "published_unit": "us", "same_kind": "Triton"}]},
     "phases": {"environment": FACTS, "runs": [
         {"context": 8, "side": "A", "backend": "x", "selection": "y", "ttft_s": [3.0, 4.0, 5.0],
-         "phases_s": [{"scoring": 1.0, "ffn": 2.0}, {"scoring": 3.0}, {"scoring": 2.0}]}]},
+         "phases_s": [{"scoring": 1.0, "ffn": 2.0}, {"scoring": 3.0}, {"scoring": 2.0}]},
+        {"context": 8, "side": "earlier", "backend": "x", "ttft_s": [1.0], "phases_s": [{"logits": 1.0}]}]},
     "support": {"environment": FACTS, "problem": "a problem", "archs": {
         "cpu": {"ours": None, "theirs": "needs sm90, not cpu"}, "sm90": {"ours": None, "theirs": None}}},
     "chunks": {"environment": FACTS, "compress_ratio": 4, "chunks": [
@@ -88,9 +90,19 @@ def test_every_kind_is_drawn_and_says_where_it_is_from(tmp_path):
             assert path.name in said[picture.stem]
     assert said["scores-scores"].count("2.00x") == 4
     assert "1.50x" in said["one-call-one-call"]
+    assert "8 earlier: x + torch.topk" in said["phases-phases"], "the first files name no selection"
     assert "needs sm90, not another" in said["support-support"]
     assert "keys still there" in said["chunks-chunks"]
     assert "ours a case: 1 wrong" in said["wrong-wrong"]
+
+
+@pytest.mark.slow
+def test_the_phases_of_a_prefill_have_a_colour_each():
+    pytest.importorskip("matplotlib")
+    phases = ("projections", *INDEXER, "attention", "ffn")
+    run = {"context": 8, "side": "A", "backend": "x", "selection": "y", "phases_s": [dict.fromkeys(phases, 1.0)]}
+    [axes] = pictures._phases({"runs": [run]}).axes
+    assert len({patch.get_facecolor() for patch in axes.patches}) == len(axes.patches) == len(phases)
 
 
 def test_the_parts_of_a_report_are_drawn_one_by_one():

@@ -19,6 +19,7 @@ from faulty import install
 from lightning_indexer import Arch
 from lightning_indexer.bench import pictures
 from lightning_indexer.cli.app import app
+from lightning_indexer.e2e.run import INDEXER
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -92,18 +93,29 @@ def test_recorded_results_have_their_pictures(path):
 
 def test_recorded_tables_are_those_of_the_pages():
     """A number that is mended on a page is mended in the picture."""
-    pages = {
-        "h200-scores": "kernels/cuda_sm90", "h200-top_k": "kernels/top_k", "h200-decode": "kernels/cuda_sm90_paged",
-        "h200-layers": "engines",
-    }  # fmt: skip
+    pages = {"h200-scores": "kernels/cuda_sm90", "h200-top_k": "kernels/top_k"}
     for name, page in pages.items():
         text, document = (DOCS / f"{page}.md").read_text(), json.loads((DOCS / "results" / f"{name}.json").read_text())
         if document.get("source") != f"docs/{page}.md":
             continue  # a run that was recorded as it was
         for row in document.get("rows", ()):
             assert row["median_us"] is None or f" {row['median_us']} |" in text, row
-        for run in document.get("runs", ()):
-            assert f" {1e3 * run['ttft_s'][0]:.1f} | {1e3 * run['phases_s'][0]['scoring']:.1f} |" in text, run
+
+
+def test_runs_of_layers_are_those_of_their_page():
+    text = (DOCS / "engines.md").read_text()
+    for path in (DOCS / "results").glob("h200-e2e-*.json"):
+        document = json.loads(path.read_text())
+        for run in document["runs"]:
+            phases = run["phases_s"][0]
+            scoring = phases.get("scoring", phases.get("logits"))
+            assert f" {1e3 * run['ttft_s'][0]:.1f} | {1e3 * scoring:.1f} |" in text, run
+            indexer = sum(phases.get(name, 0.0) for name in (*INDEXER, "logits", "top-k"))
+            assert f" {1e3 * indexer:.1f} | {100 * indexer / run['ttft_s'][0]:.1f}% |" in text, run
+        steps = document.get("decode", [])
+        for a, b in zip(steps[::2], steps[1::2], strict=True):
+            case, times = f"| {a['context']} | {a['batch']} |", f"{a['step_ms']:.3f}, {b['step_ms']:.3f}"
+            assert a["batch"] == 8 or f"{case} {times} |" in text, a
 
 
 # Examples

@@ -18,6 +18,9 @@ from lightning_indexer.bench import diagrams
 from lightning_indexer.bench.diagrams import COLOURS, Document
 from lightning_indexer.bench.diagrams import figure_of as _figure
 
+# A prefill has eight phases.
+_PHASES = (*COLOURS, "#e8cfa8", "#3aa6a6")
+
 
 def load(path: Path) -> Document:
     """The document in a JSON file, or in the JSON block of a ``report``.
@@ -247,7 +250,10 @@ def _model(document: Document) -> Any:
 def _phases(document: Document) -> Any:
     """Seconds of each phase of a prefill, stacked."""
     rows = document["runs"]
-    labels = [f"{row['context']} {row['side']}: {row['backend']} + {row['selection']}" for row in rows]
+    # The earliest files have no selection: it was `torch.topk`, always.
+    labels = [
+        f"{row['context']} {row['side']}: {row['backend']} + {row.get('selection', 'torch.topk')}" for row in rows
+    ]
     middle = [
         {
             name: statistics.median(run.get(name, 0.0) for run in row["phases_s"])
@@ -256,16 +262,16 @@ def _phases(document: Document) -> Any:
         }
         for row in rows
     ]
-    figure = _figure(9, 1.2 + 0.45 * len(rows))
+    figure = _figure(9, 1.5 + 0.45 * len(rows))
     axes = figure.subplots()
     left = [0.0] * len(rows)
     for at, phase in enumerate(dict.fromkeys(name for each in middle for name in each)):
         seconds = [each.get(phase, 0.0) for each in middle]
-        axes.barh(labels, seconds, left=left, color=COLOURS[at % len(COLOURS)], label=phase)
+        axes.barh(labels, seconds, left=left, color=_PHASES[at % len(_PHASES)], label=phase)
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     axes.invert_yaxis()
     axes.set(xlabel="seconds")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
     figure.suptitle("Prefill by phase")
     return figure
 
