@@ -9,8 +9,8 @@ CXX_FILES = $(wildcard $(addprefix src/lightning_indexer/backends/*/*.,cuh hip h
 
 help:
 	@echo "make demo    score a batch of requests, find planted keys, write demo.png (under a minute on two cores)"
-	@echo "make check   the fast tests: no compiler, no simulator (under a minute on two cores)"
-	@echo "make test    run every test that needs no GPU"
+	@echo "make check   the fast tests: no compiler, no simulator (80 seconds on two cores)"
+	@echo "make test    run every test that needs no GPU (ten minutes on two cores)"
 	@echo "make test-engines  the integrations against the Python files of vLLM's and SGLang's wheels (sets them up)"
 	@echo "make test-gpu  what only a GPU can show, with python's own PyTorch and Triton: PYTHON=python3"
 	@echo "make verify-amd  AMD kernels against the reference, in the simulator (some minutes on two cores)"
