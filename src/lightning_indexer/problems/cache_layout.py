@@ -135,6 +135,10 @@ class CacheLayout(NamedTuple):
                 f"least {self.block_bytes}"
             )
 
+    def bytes_apart(self, kv_cache: torch.Tensor) -> int:
+        """Between two blocks of a cache; the stride of a single one says nothing."""
+        return kv_cache.stride(0) if kv_cache.shape[0] > 1 else self.block_bytes
+
     def pack(self, k: torch.Tensor, kv_scale: torch.Tensor) -> torch.Tensor:
         """The reference writer.
 

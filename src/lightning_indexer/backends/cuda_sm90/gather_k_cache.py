@@ -66,13 +66,10 @@ class Launch(RowsLaunch):
         batch, max_blocks = tables.shape
         return (
             cache.data_ptr(), tables.data_ptr(), call.cu_seq_lens.data_ptr(), out.data_ptr(), out_scales.data_ptr(),
-            self._apart(call), tables.stride(0), call.keys, batch, max_blocks, (batch - 1).bit_length(),
+            self.layout.bytes_apart(cache), tables.stride(0), call.keys, batch, max_blocks,
+            (batch - 1).bit_length(),
         )  # fmt: skip
 
     def kinds(self, call: GatherCall, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         cache, _, _, out, _, apart, *_ = arguments
         return (cache | apart) & 15 == 0, 16 if out & 15 == 0 else 1, None, None, None, None, 8
-
-    def _apart(self, call: GatherCall) -> int:
-        """Bytes between two blocks; the stride of a single one says nothing."""
-        return call.kv_cache.stride(0) if call.kv_cache.shape[0] > 1 else self.layout.block_bytes

@@ -85,8 +85,8 @@ class Launch(RowsLaunch):
         table = steps.cos_sin_cache
         return (
             k.data_ptr(), cache.data_ptr(), call.slot_mapping.data_ptr(), *map(address, steps.tensors), k.stride(0),
-            self._apart(call), 0 if table is None else table.stride(0), cache.shape[0] * self.layout.page,
-            k.shape[0], steps.norm_eps,
+            self.layout.bytes_apart(cache), 0 if table is None else table.stride(0),
+            cache.shape[0] * self.layout.page, k.shape[0], steps.norm_eps,
         )  # fmt: skip
 
     def kinds(self, call: InsertCall, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -100,7 +100,3 @@ class Launch(RowsLaunch):
             None if shift is None else shift.dtype, None if rows_ is None else rows_.dtype, None,
             8 if positions is None else positions.element_size(),
         )  # fmt: skip
-
-    def _apart(self, call: InsertCall) -> int:
-        """Bytes between two blocks; the stride of a single one says nothing."""
-        return call.kv_cache.stride(0) if call.kv_cache.shape[0] > 1 else self.layout.block_bytes

@@ -41,7 +41,7 @@ from lightning_indexer.backends.cuda_sm90.mqa_topk_config import (
     select_words,
 )
 from lightning_indexer.backends.cuda_sm90.top_k import TopK
-from lightning_indexer.backends.row_waves import RowWaves, Waves
+from lightning_indexer.backends.row_waves import RowWaves, Waves, measured_wave_bytes
 from lightning_indexer.cuda import driver, nvrtc
 from lightning_indexer.problems.mqa_topk import MqaTopKCall, MqaTopKProblem
 
@@ -50,13 +50,8 @@ class MqaTopK:
     """The kernel of ``fp8_mqa_topk`` that ``cuda-sm90`` registers."""
 
     def __init__(self) -> None:
-        # As few waves as the workspace allows: what one costs, the ends of two kernels, is more than what scores in the
-        # L2 save, measured.
         self.waves = RowWaves(
-            MqaLogits(),
-            [(TopK(), nvrtc.missing)],
-            lambda config: config.rows,
-            wave_bytes=lambda problem, _: problem.workspace_bytes,
+            MqaLogits(), [(TopK(), nvrtc.missing)], lambda config: config.rows, wave_bytes=measured_wave_bytes
         )
 
     def supports(self, problem: MqaTopKProblem, arch: Arch) -> str | None:

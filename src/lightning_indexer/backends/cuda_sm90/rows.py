@@ -1,4 +1,4 @@
-"""What the kernels that write rows share, ``insert_k_cache`` and ``prepare_q``: config, gate, variants and launch."""
+"""What ``insert_k_cache``, ``gather_k_cache`` and ``prepare_q`` share: config, gate, variants and launch."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Launch(RowLaunch):
     def arguments(self, call: GatherCall) -> tuple[Any, ...]:
         cache, tables, (out, out_scale) = call.kv_cache, call.block_tables, call.results
         batch, max_blocks = tables.shape
-        apart = cache.stride(0) if cache.shape[0] > 1 else self.problem.layout.block_bytes
+        apart = self.problem.layout.bytes_apart(cache)
         return (
             cache, tables, call.cu_seq_lens, out.view(torch.uint8), out_scale.view(torch.int32), self.problem.keys,
             batch, max_blocks, (batch - 1).bit_length(), apart // 4, tables.stride(0),

@@ -87,7 +87,7 @@ class Launch(RowLaunch):
 
     def arguments(self, call: InsertCall) -> tuple[Any, ...]:
         k, cache, steps = call.k, call.kv_cache, call.steps
-        apart = cache.stride(0) if cache.shape[0] > 1 else self.layout.block_bytes
+        apart = self.layout.bytes_apart(cache)
         rows = steps.cos_sin_cache
         return (
             k, cache, call.slot_mapping, steps.norm_weight, steps.norm_bias, steps.positions, rows, k.shape[0],

@@ -146,7 +146,7 @@ class Launch:
         """What the kernel is given at run time, in the order of its signature."""
         problem, cache, lengths, out = self.problem, call.kv_cache, call.context_lens, call.result
         q = call.q.view(torch.uint8) if self.q_mode in ("widen", "scrub") else call.q
-        apart = cache.stride(0) if cache.shape[0] > 1 else problem.layout.block_bytes
+        apart = problem.layout.bytes_apart(cache)
         return (
             q, cache, call.weights, lengths, call.block_tables, call.indices, out,
             problem.width, problem.keys, self.config.splits, q.stride(0), q.stride(1), q.stride(2), apart // 4,
