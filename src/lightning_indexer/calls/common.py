@@ -49,15 +49,28 @@ def tensors_of(call: Any) -> list[torch.Tensor]:
 
 
 def workspace(given: torch.Tensor | int | None, needed: int, device: torch.device) -> torch.Tensor | None:
-    """What a run works in: the caller's, where it has room for it, or a new one."""
+    """What a run works in: the caller's, or a new one.
+
+    Raises:
+        ValueError: as :func:`check_workspace`.
+    """
+    check_workspace(given, needed)
+    if isinstance(given, torch.Tensor):
+        return given
+    return torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
+
+
+def check_workspace(given: torch.Tensor | int | None, needed: int) -> None:
+    """A workspace of the caller's, or what it allows, has room for what a run works in.
+
+    Raises:
+        ValueError: it has not, or is not on a 16-byte boundary.
+    """
     room = given.numel() if isinstance(given, torch.Tensor) else given
     if room is not None and room < needed:
         raise ValueError(f"workspace: got {room} bytes, expected at least {needed} for this call")
-    if not isinstance(given, torch.Tensor):
-        return torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
-    if needed and given.data_ptr() & 15:
+    if needed and isinstance(given, torch.Tensor) and given.data_ptr() & 15:
         raise ValueError("workspace: got an address off a 16-byte boundary, expected one on it")
-    return given
 
 
 def facts(operation: str, tensors: Sequence[Any], *others: Any) -> object:
@@ -136,8 +149,11 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 _WARNED: set[str] = set()
 
 
-def warn_of_gradients(operation: str) -> None:
-    """Says once a process that no gradient flows through the operation."""
+def warn_of_gradients(operation: str, stacklevel: int = 4) -> None:
+    """Says once a process that no gradient flows through the operation.
+
+    ``stacklevel`` is how far up the stack the caller's own line is.
+    """
     if operation in _WARNED:
         return
     _WARNED.add(operation)
@@ -145,5 +161,5 @@ def warn_of_gradients(operation: str) -> None:
         f"{operation}: an operand requires grad, and no gradient flows through this operation: it trains nothing. "
         "Detach the operand, or call under torch.no_grad(), to be told so no more",
         UserWarning,
-        stacklevel=4,
+        stacklevel=stacklevel,
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from lightning_indexer import envs
-from lightning_indexer.arch import Arch, arch_of, assumed
+from lightning_indexer.arch import _ASSUMED, Arch, arch_of
 from lightning_indexer.calls import common
 from lightning_indexer.calls.mqa_logits import to_native_dialect
 from lightning_indexer.problems import mqa_logits, mqa_topk, paged_mqa_logits, paged_mqa_topk
@@ -84,13 +85,81 @@ def fp8_mqa_topk(
         raise TypeError(f"kv: got {type(kv).__name__}, expected the pair (k, kv_scale)") from None
     if kv_scale is None:
         kv_scale = mqa_logits.unit_scale(keys)
-    call = MqaTopKArguments(
-        q, keys, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke, k, max_seqlen_k, index_base, offsets, page_table,
-        page_size, order, tie, force_first, force_last, values, out, workspace, backend,
+    ks, ke = cu_seqlen_ks, cu_seqlen_ke
+    plain = (
+        type(q) is type(keys) is type(kv_scale) is type(weights) is type(ks) is type(ke) is _Tensor
+        and (offsets is None or type(offsets) is _Tensor)
+        and (page_table is None or type(page_table) is _Tensor)
+        and (values is None or values is True or type(values) is _Tensor)
+        and (out is None or type(out) is _Tensor)
+        and (workspace is None or type(workspace) is _Tensor or type(workspace) is int)
+    )
+    through_operator = (
+        _is_compiling()
+        or _dispatch_modes()
+        or (
+            (not plain or q.is_meta)
+            and common.needs_operator((q, keys, kv_scale, weights, ks, ke, offsets, page_table, values, out, workspace))
+        )
+    )
+    plan = facts = None
+    if not through_operator:
+        # All that validation, selection and a kernel's preparation read: calls that agree in it plan once.
+        try:
+            facts = (
+                mqa_topk.OPERATION, q.shape, q.is_contiguous() or q.stride(), q.dtype,
+                keys.shape, keys.is_contiguous() or keys.stride(), keys.dtype,
+                kv_scale.shape, kv_scale.is_contiguous(), kv_scale.dtype, kv_scale.is_neg(),
+                weights.shape, weights.is_contiguous() or weights.stride(), weights.dtype, weights.is_neg(),
+                ks.shape, ks.is_contiguous(), ks.dtype, ke.shape, ke.is_contiguous(), ke.dtype,
+                # PyTorch has one kind of accelerator, whose devices are told apart by their index; it is -1 elsewhere.
+                q.get_device(), keys.get_device(), kv_scale.get_device(), weights.get_device(),
+                ks.get_device(), ke.get_device(),
+                None if q.is_cuda else (q.device, keys.device, kv_scale.device, weights.device, ks.device, ke.device),
+                k.__class__, k, max_seqlen_k.__class__, max_seqlen_k, index_base,
+                None if offsets is None else _fact_of(offsets), None if page_table is None else _fact_of(page_table),
+                page_size.__class__, page_size, order, tie,
+                force_first.__class__, force_first, force_last.__class__, force_last,
+                None if values is None else _fact_of(values), None if out is None else _fact_of(out),
+                None if workspace is None else _fact_of_workspace(workspace), backend,
+                (q.data_ptr() | keys.data_ptr()) & 15, None if _unset(_NAMES) else _selection(), _assumed(),
+            )  # fmt: skip
+            plan = _PLANS.get(facts)
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
+            plan = facts = None
+    # Inside function transforms, torch.jit.trace and forward-mode differentiation operands are looked at first.
+    if (
+        plan is None
+        or not plan.plain
+        or _functorch() is not None
+        or _tracing() is not None
+        or forward_ad._current_level >= 0
+    ):
+        call = MqaTopKArguments(
+            q, keys, kv_scale, weights, ks, ke, k, max_seqlen_k, index_base, offsets, page_table, page_size, order, tie,
+            force_first, force_last, values, out, workspace, backend,
+        )  # fmt: skip
+        return _through_operator(call) if through_operator else _run(_RAGGED, call, facts, plan)
+    if _is_grad_enabled() and (
+        q.requires_grad or keys.requires_grad or kv_scale.requires_grad or weights.requires_grad
+    ):
+        common.warn_of_gradients(mqa_topk.OPERATION, stacklevel=3)
+    if out is None:
+        out = _empty_strided(plan.size, plan.stride, dtype=_int32, device=q.device)
+    scores = None
+    if type(values) is _Tensor:
+        scores = values
+    elif values:
+        scores = _empty_strided(plan.size, plan.stride, dtype=_float32, device=q.device)
+    plan.run(
+        _record(
+            (
+                q, keys, kv_scale, weights, ks, ke, offsets, page_table, out, scores,
+                workspace if type(workspace) is _Tensor else None,
+            )
+        )
     )  # fmt: skip
-    if torch.compiler.is_compiling() or common.dispatch_modes() or common.needs_operator(common.tensors_of(call)):
-        return _through_operator(call)
-    return _run(_RAGGED, call)
+    return out if scores is None else (out, scores)
 
 
 def fp8_paged_mqa_topk(
@@ -140,13 +209,87 @@ def fp8_paged_mqa_topk(
     Raises:
         As :func:`fp8_mqa_topk`, and for a cache that does not fit its layout.
     """
-    call = PagedMqaTopKArguments(
-        q, kv_cache, weights, context_lens, block_tables, k, max_context_len, layout, indices, index_base, offsets,
-        page_table, page_size, order, tie, force_first, force_last, values, out, workspace, backend,
+    plain = (
+        type(q) is type(kv_cache) is type(weights) is type(context_lens) is type(block_tables) is _Tensor
+        and (indices is None or type(indices) is _Tensor)
+        and (offsets is None or type(offsets) is _Tensor)
+        and (page_table is None or type(page_table) is _Tensor)
+        and (values is None or values is True or type(values) is _Tensor)
+        and (out is None or type(out) is _Tensor)
+        and (workspace is None or type(workspace) is _Tensor or type(workspace) is int)
+    )
+    through_operator = (
+        _is_compiling()
+        or _dispatch_modes()
+        or (
+            (not plain or q.is_meta)
+            and common.needs_operator(
+                (q, kv_cache, weights, context_lens, block_tables, indices, offsets, page_table, values, out, workspace)
+            )
+        )
+    )
+    plan = facts = None
+    if not through_operator:
+        # All that validation, selection and a kernel's preparation read. Calls that agree in it, as the layers of a
+        # model do, plan once.
+        try:
+            facts = (
+                paged_mqa_topk.OPERATION, q.shape, q.is_contiguous() or q.stride(), q.dtype,
+                kv_cache.shape, kv_cache.is_contiguous() or kv_cache.stride(), kv_cache.dtype,
+                weights.shape, weights.is_contiguous() or weights.stride(), weights.dtype, weights.is_neg(),
+                context_lens.shape, context_lens.is_contiguous() or context_lens.stride(), context_lens.dtype,
+                block_tables.shape, block_tables.is_contiguous() or block_tables.stride(), block_tables.dtype,
+                # PyTorch has one kind of accelerator, whose devices are told apart by their index; it is -1 elsewhere.
+                q.get_device(), kv_cache.get_device(), weights.get_device(), context_lens.get_device(),
+                block_tables.get_device(),
+                None
+                if q.is_cuda
+                else (q.device, kv_cache.device, weights.device, context_lens.device, block_tables.device),
+                k.__class__, k, max_context_len.__class__, max_context_len, layout.__class__, layout,
+                None if indices is None else _fact_of(indices), index_base,
+                None if offsets is None else _fact_of(offsets), None if page_table is None else _fact_of(page_table),
+                page_size.__class__, page_size, order, tie,
+                force_first.__class__, force_first, force_last.__class__, force_last,
+                None if values is None else _fact_of(values), None if out is None else _fact_of(out),
+                None if workspace is None else _fact_of_workspace(workspace), backend,
+                (q.data_ptr() | kv_cache.data_ptr()) & 15, None if _unset(_NAMES) else _selection(), _assumed(),
+            )  # fmt: skip
+            plan = _PLANS.get(facts)
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
+            plan = facts = None
+    # Inside function transforms, torch.jit.trace and forward-mode differentiation operands are looked at first.
+    if (
+        plan is None
+        or not plan.plain
+        or _functorch() is not None
+        or _tracing() is not None
+        or forward_ad._current_level >= 0
+    ):
+        call = PagedMqaTopKArguments(
+            q, kv_cache, weights, context_lens, block_tables, k, max_context_len, layout, indices, index_base, offsets,
+            page_table, page_size, order, tie, force_first, force_last, values, out, workspace, backend,
+        )  # fmt: skip
+        return _paged_through_operator(call) if through_operator else _run(_PAGED, call, facts, plan)
+    if _is_grad_enabled() and (q.requires_grad or weights.requires_grad):
+        common.warn_of_gradients(paged_mqa_topk.OPERATION, stacklevel=3)
+    if out is None:
+        out = _empty_strided(plan.size, plan.stride, dtype=_int32, device=q.device)
+    scores = None
+    if type(values) is _Tensor:
+        scores = values
+    elif values:
+        scores = _empty_strided(plan.size, plan.stride, dtype=_float32, device=q.device)
+    if plan.tables:
+        page_table = paged_mqa_topk.tables_of_rows(block_tables, indices, q.shape[1])
+    plan.run(
+        _paged_record(
+            (
+                q, kv_cache, weights, context_lens, block_tables, plan.layout, indices, offsets, page_table, out,
+                scores, workspace if type(workspace) is _Tensor else None,
+            )
+        )
     )  # fmt: skip
-    if torch.compiler.is_compiling() or common.dispatch_modes() or common.needs_operator(common.tensors_of(call)):
-        return _paged_through_operator(call)
-    return _run(_PAGED, call)
+    return out if scores is None else (out, scores)
 
 
 class _Kind(NamedTuple):
@@ -157,7 +300,6 @@ class _Kind(NamedTuple):
     check: Callable[[Any, Arch], None]
     problem_of: Callable[[Any], Any]
     record: Callable[[Any, torch.Tensor, torch.Tensor | None, torch.Tensor | None], Any]
-    rows: Callable[[Any], int]
 
 
 def _check_ragged(call: MqaTopKArguments, arch: Arch) -> None:
@@ -183,92 +325,112 @@ def _paged_call(
     return PagedMqaTopKCall(*given, indices, values, workspace)
 
 
-_RAGGED = _Kind(
-    mqa_topk.OPERATION, mqa_topk.validate, _check_ragged, mqa_topk.problem_of, _ragged_call, lambda call: len(call.q)
-)  # fmt: skip
-_PAGED = _Kind(
-    paged_mqa_topk.OPERATION, paged_mqa_topk.validate, _check_paged, paged_mqa_topk.problem_of, _paged_call,
-    lambda call: call.q.shape[0] * call.q.shape[1],
-)  # fmt: skip
+_RAGGED = _Kind(mqa_topk.OPERATION, mqa_topk.validate, _check_ragged, mqa_topk.problem_of, _ragged_call)
+_PAGED = _Kind(paged_mqa_topk.OPERATION, paged_mqa_topk.validate, _check_paged, paged_mqa_topk.problem_of, _paged_call)
 
 
 class _Plan(NamedTuple):
     """What a call comes to, from its facts alone.
 
-    ``run`` is None where there is nothing to write. ``settings``: options that validation fills in; None where operands
-    have to be converted first. ``tables``: the block table is the page table. ``convert_to`` is set where an operand
-    may not be in the arch's fp8 dialect.
+    ``size`` and ``stride`` are those of results the library allocates; ``layout`` is that of the cache; ``tables``: the
+    page table is made of the block table; ``plain`` is False where operands have to be converted first. A run that is
+    given no workspace allocates it.
     """
 
-    run: registry.Run | None
+    run: registry.Run
+    size: tuple[int, int]
+    stride: tuple[int, int]
     workspace_bytes: int
-    settings: dict[str, Any] | None
+    layout: CacheLayout | None
     tables: bool
-    convert_to: Arch | None
+    plain: bool
 
 
-def _run(kind: _Kind, call: Any) -> Result:
-    try:
-        facts = (kind.operation, *map(_fact_of, call), _addresses(call) & 15, envs.selection(), assumed())
-        plan = common.PLANS.get(facts)
-    except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
-        plan = facts = None
-    if common.functorch() is not None or common.tracing() is not None or forward_ad._current_level >= 0:
+def _run(kind: _Kind, call: Any, facts: object, plan: _Plan | None) -> Result:
+    """Any call: the first with these facts, whose plan is kept, and those that take more than the plan's run."""
+    if _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0:
         common.refuse(kind.operation, common.tensors_of(call))
     if torch.is_grad_enabled() and any(getattr(operand, "requires_grad", False) for operand in call[:4]):
         common.warn_of_gradients(kind.operation)
+    settled = False
     if plan is None:
-        plan, settled = _plan(kind, call)
-        if facts is not None and settled:
-            common.keep(facts, plan)
-    if plan.settings is None:
-        call = kind.validate(call)
+        plan, call, settled = _plan(kind, call)
     else:
-        call = call._replace(**plan.settings)
-        if plan.tables:
-            call = call._replace(page_table=call.block_tables)
-    device, shape = call.q.device, (kind.rows(call), call.k)
-    indices = torch.empty(shape, dtype=torch.int32, device=device) if call.out is None else call.out
+        call = kind.validate(call)
+    common.check_workspace(call.workspace, plan.workspace_bytes)
+    indices = call.out
+    if indices is None:
+        indices = _empty_strided(plan.size, plan.stride, dtype=torch.int32, device=call.q.device)
     scores = call.values if isinstance(call.values, torch.Tensor) else None
     if call.values is True:
-        scores = torch.empty(shape, dtype=torch.float32, device=device)
-    if plan.run is not None:
-        record = kind.record(call, indices, scores, common.workspace(call.workspace, plan.workspace_bytes, device))
-        plan.run(record if plan.convert_to is None else to_native_dialect(record, plan.convert_to))
+        scores = _empty_strided(plan.size, plan.stride, dtype=torch.float32, device=call.q.device)
+    workspace = call.workspace if isinstance(call.workspace, torch.Tensor) else None
+    record = kind.record(call, indices, scores, workspace)
+    if settled and facts is not None:
+        if plan.plain and (bind := getattr(plan.run, "bind", None)) is not None:
+            plan = plan._replace(run=bind(record))
+        common.keep(facts, plan)
+    plan.run(record)
     return indices if scores is None else (indices, scores)
 
 
-def _plan(kind: _Kind, call: Any) -> tuple[_Plan, bool]:
-    """The plan of a call, and whether it may be kept."""
+def _plan(kind: _Kind, call: Any) -> tuple[_Plan, Any, bool]:
+    """The plan of a call, the call as validation leaves it, and whether the plan may be kept."""
     checked = kind.validate(call)
     arch = arch_of(checked.q.device)
     kind.check(checked, arch)
     problem = kind.problem_of(checked)
     prepared = registry.prepare(problem, arch, checked.backend, checked.q.device)
-    changed = {name: new for name, old, new in zip(call._fields, call, checked, strict=True) if new is not old}
-    tables = kind is _PAGED and changed.get("page_table") is checked.block_tables
+    run: registry.Run = _nothing
+    if problem.rows:
+        run = prepared.run
+        if arch.fp8 == "fnuz" and kind is _RAGGED:
+            run = functools.partial(_in_native_dialect, run, arch)
+    tables = kind is _PAGED and call.page_table is None and checked.page_table is not None
+    changed = {name for name, old, new in zip(call._fields, call, checked, strict=True) if new is not old}
     if tables:
-        del changed["page_table"]
-    converted = any(isinstance(new, torch.Tensor) for new in changed.values())
+        changed.remove("page_table")
     plan = _Plan(
-        prepared.run if problem.rows else None,
-        int(getattr(prepared.run, "workspace_bytes", 0)),
-        None if converted else changed,
+        run,
+        (problem.rows, problem.k),
+        (problem.k, 1),
+        int(getattr(prepared.run, "workspace_bytes", 0)) if problem.rows else 0,
+        checked.layout if kind is _PAGED else None,
         tables,
-        arch if arch.fp8 == "fnuz" and kind is _RAGGED else None,
+        not any(isinstance(getattr(checked, name), torch.Tensor) for name in changed),
     )
-    return plan, prepared.settled
+    return plan, checked, prepared.settled
+
+
+def _nothing(call: Any) -> None:
+    """What there is to compute without rows."""
+
+
+def _in_native_dialect(run: registry.Run, arch: Arch, call: MqaTopKCall) -> None:
+    run(to_native_dialect(call, arch))
 
 
 def _fact_of(argument: Any) -> object:
-    if isinstance(argument, torch.Tensor):
+    if isinstance(argument, _Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.device, argument.is_neg()
     return argument.__class__, argument
 
 
-def _addresses(call: Any) -> int:
-    """The bits of the addresses of q and the keys."""
-    return int(call[0].data_ptr() | call[1].data_ptr())
+def _fact_of_workspace(workspace: Any) -> object:
+    return _fact_of(workspace), isinstance(workspace, _Tensor) and workspace.data_ptr() & 15
+
+
+# Each call asks these; a global is found in less time than an attribute of a module.
+_PLANS = common.PLANS
+_Tensor, _empty_strided, _int32, _float32 = torch.Tensor, torch.empty_strided, torch.int32, torch.float32
+# Dynamo reads this one as True. What else traces, torch.export's second way too, gives fake tensors.
+_is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+_dispatch_modes, _functorch, _tracing = common.dispatch_modes, common.functorch, common.tracing
+_selection, _unset, _NAMES, _assumed = envs.selection, envs.VARIABLES.isdisjoint, envs.SELECTION, _ASSUMED.get
+
+# What calling the classes does, in a third of the time.
+_record: Callable[[Iterable[Any]], MqaTopKCall] = functools.partial(tuple.__new__, MqaTopKCall)
+_paged_record: Callable[[Iterable[Any]], PagedMqaTopKCall] = functools.partial(tuple.__new__, PagedMqaTopKCall)
 
 
 # The operators: their schemas are the one other place where the arguments are spelled. A workspace of the caller's is
@@ -298,12 +460,14 @@ def _operator(
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Without values the second result is empty.
-    tensors = [_plain(t) for t in (q, keys, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke)]
+    q, keys, kv_scale, weights, ks, ke = map(_plain, (q, keys, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke))
     indices, scores = _empty(q, q.shape[0], k, values)
-    _run(_RAGGED, MqaTopKArguments._make((
-        *tensors, k, max_seqlen_k, index_base, offsets, page_table, page_size, order, tie, force_first, force_last,
-        scores if values else None, indices, workspace, backend,
-    )))  # fmt: skip
+    options: dict[str, Any] = {
+        "max_seqlen_k": max_seqlen_k, "index_base": index_base, "offsets": offsets, "page_table": page_table,
+        "page_size": page_size, "order": order, "tie": tie, "force_first": force_first, "force_last": force_last,
+        "values": scores if values else None, "out": indices, "workspace": workspace, "backend": backend,
+    }  # fmt: skip
+    fp8_mqa_topk(q, (keys, kv_scale), weights, ks, ke, k, **options)
     return indices, scores
 
 
@@ -334,13 +498,15 @@ def _paged_operator(
     workspace: int | None,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = [_plain(t) for t in (q, kv_cache, weights, context_lens, block_tables)]
-    layout = CacheLayout(page, head_dim, value_order, scales, cache_dtype)  # type: ignore[arg-type]
+    q, kv_cache, weights, context_lens, block_tables = map(_plain, (q, kv_cache, weights, context_lens, block_tables))
     found, scores = _empty(q, q.shape[0] * q.shape[1], k, values)
-    _run(_PAGED, PagedMqaTopKArguments._make((
-        *tensors, k, max_context_len, layout, indices, index_base, offsets, page_table, page_size, order, tie,
-        force_first, force_last, scores if values else None, found, workspace, backend,
-    )))  # fmt: skip
+    options: dict[str, Any] = {
+        "max_context_len": max_context_len, "layout": CacheLayout(page, head_dim, value_order, scales, cache_dtype),  # type: ignore[arg-type]
+        "indices": indices, "index_base": index_base, "offsets": offsets, "page_table": page_table,
+        "page_size": page_size, "order": order, "tie": tie, "force_first": force_first, "force_last": force_last,
+        "values": scores if values else None, "out": found, "workspace": workspace, "backend": backend,
+    }  # fmt: skip
+    fp8_paged_mqa_topk(q, kv_cache, weights, context_lens, block_tables, k, **options)
     return found, scores
 
 

@@ -91,9 +91,10 @@ class Slot:
     __slots__ = ("address", "buffer", "launch")
 
     def __init__(self, function: int, grid: tuple[int, int, int], block: int, shared_bytes: int, size: int) -> None:
-        self.buffer = ctypes.create_string_buffer(self.START + size)
+        room = ctypes.create_string_buffer(self.START + size)
+        self.buffer = memoryview(room).cast("B")  # which takes half the time of the buffer itself to pack into
         struct.pack_into("<7I", self.buffer, 0, *grid, block, 1, 1, shared_bytes)
-        self.address = ctypes.addressof(self.buffer)
+        self.address = ctypes.addressof(room)
         config, arguments = ctypes.c_void_p(self.address), ctypes.c_void_p(self.address + self.POINTERS)
         self.launch = functools.partial(launch_kernel(), config, ctypes.c_void_p(function), arguments, None)
 

@@ -151,7 +151,8 @@ def validate(call: PagedMqaTopKArguments) -> PagedMqaTopKArguments:
     if call.index_base == "page" and call.page_table is None:
         if call.page_size not in (None, scoring.layout.page):
             raise ValueError(f"page_size: got {call.page_size}, expected {scoring.layout.page}, that of block_tables")
-        call = call._replace(page_table=_tables_of_rows(call), page_size=scoring.layout.page)
+        tables = tables_of_rows(scoring.block_tables, scoring.indices, next_n)
+        call = call._replace(page_table=tables, page_size=scoring.layout.page)
     row_bytes = 4 * next_n * row_stride(width, torch.float32)
     validated: PagedMqaTopKArguments = mqa_topk.validate_options(call, batch * next_n, scoring.q.device, row_bytes)
     return validated
@@ -169,12 +170,11 @@ def _longest(call: PagedMqaTopKArguments) -> int:
     return int(call.block_tables.shape[1]) * int(as_int("layout.page", page or call.kv_cache.shape[1]))
 
 
-def _tables_of_rows(call: PagedMqaTopKArguments) -> torch.Tensor:
+def tables_of_rows(block_tables: torch.Tensor, sequences: torch.Tensor | None, next_n: int) -> torch.Tensor:
     """[B * next_n, max_blocks]: the block table of each row; the table itself where rows and sequences are one."""
-    tables, next_n = call.block_tables, call.q.shape[1]
-    if call.sequences is not None:  # which is not read where a row sees nothing, and may hold anything there
-        tables = tables[call.sequences.long().clamp(0, max(0, tables.shape[0] - 1))]
-    return tables if next_n == 1 else tables.repeat_interleave(next_n, 0)
+    if sequences is not None:  # which is not read where a row sees nothing, and may hold anything there
+        block_tables = block_tables[sequences.long().clamp(0, max(0, block_tables.shape[0] - 1))]
+    return block_tables if next_n == 1 else block_tables.repeat_interleave(next_n, 0)
 
 
 def scoring_of(call: PagedMqaTopKArguments) -> PagedMqaLogitsCall:

@@ -9,9 +9,9 @@ from lightning_indexer.backends.cuda_sm90.insert_k_cache import InsertKCache
 from lightning_indexer.backends.cuda_sm90.mqa_logits import MqaLogits
 from lightning_indexer.backends.cuda_sm90.mqa_topk import MqaTopK
 from lightning_indexer.backends.cuda_sm90.paged_mqa_logits import PagedMqaLogits
+from lightning_indexer.backends.cuda_sm90.paged_mqa_topk import PagedMqaTopK
 from lightning_indexer.backends.cuda_sm90.prepare_q import PrepareQ
 from lightning_indexer.backends.cuda_sm90.top_k import TopK
-from lightning_indexer.backends.row_waves import RowWaves
 from lightning_indexer.cuda import nvrtc
 
 
@@ -22,7 +22,7 @@ class CudaSm90:
         "fp8_mqa_logits": MqaLogits(),
         "fp8_mqa_topk": MqaTopK(),
         "fp8_paged_mqa_logits": PagedMqaLogits(),
-        "fp8_paged_mqa_topk": RowWaves(PagedMqaLogits(), [(TopK(), nvrtc.missing)]),
+        "fp8_paged_mqa_topk": PagedMqaTopK(),
         "gather_k_cache": GatherKCache(),
         "insert_k_cache": InsertKCache(),
         "prepare_q": PrepareQ(),

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -170,52 +170,70 @@ def parts(problem: MqaTopKProblem, config: GateConfig) -> dict[str, Part]:
     }  # fmt: skip
 
 
-class _Kernel:
-    """A part on one device; called with the stream, the grid's CTAs and its parameters, it is launched."""
+_START = driver.Slot.START
 
-    def __init__(self, part: Part, ctas: int) -> None:
-        code = part.compile()
-        self.function = driver.load(code, part.name, part.shared_bytes)
-        self.part, self.ctas = part, ctas
+
+class _Kernel:
+    """A part on one device: its function, and how what it is given is packed."""
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.function = part, driver.load(part.compile(), part.name, part.shared_bytes)
         self.attributes = 0
         if part.cooperative or part.dependent:
             self.attributes = ctypes.addressof(driver.cooperative() if part.cooperative else driver.dependent())
-        structs = [struct.Struct("<" + form) for form in part.structs]
-        pointers = (2 if part.maps else 0) + len(structs)
-        self.packed = struct.Struct(f"<{driver.Slot.HEAD_WITH} {pointers}Q {' '.join(part.structs)}")
-        self.places, at = [], struct.calcsize(f"<{driver.Slot.HEAD_WITH} {pointers}Q") + driver.Slot.START
-        for each in structs:
+        pointers = (2 if part.maps else 0) + len(part.structs)
+        head = f"<{driver.Slot.HEAD_WITH} {pointers}Q"
+        self.packed = struct.Struct(f"{head} {' '.join(part.structs)}")
+        # Of the structs and of the numbers in them, from the start of a slot.
+        at = _START + struct.calcsize(head)
+        self.places, self.number_places = [], []
+        for form in part.structs:
             self.places.append(at)
-            at += each.size
-        self.slots: dict[int, list[driver.Slot]] = {}
+            for count, code in re.findall(r"(\d*)(\w)", form):
+                for _ in range(int(count or 1)):
+                    self.number_places.append(at)
+                    at += struct.calcsize(f"<{code}")
 
-    def __call__(self, stream: int, *arguments: int, maps: tuple[int, ...] = (), ctas: int = 0) -> None:
-        ctas = ctas or self.ctas
-        slots = self.slots.setdefault(ctas, [])
-        try:
-            slot = slots.pop()
-        except IndexError:
-            part = self.part
-            slot = driver.Slot(self.function, (ctas, 1, 1), part.threads, part.shared_bytes, self.packed.size)
-        self.packed.pack_into(
-            slot.buffer, driver.Slot.START, stream, self.attributes, int(self.attributes != 0), *maps,
-            *(slot.address + place for place in self.places), *arguments,
+
+class _At(NamedTuple):
+    """Of what a kernel is given, what each call says: so many bytes behind one of its addresses, see ``_BASES``."""
+
+    base: str
+    offset: int = 0
+
+
+class _Step:
+    """One launch of a call: a kernel, its CTAs, and what it is given: numbers, which stay, and addresses.
+
+    Args:
+        maps: its two tensor maps, or none.
+        arguments: of its structs, number by number.
+    """
+
+    def __init__(self, kernel: _Kernel, ctas: int, *arguments: int | _At, maps: tuple[_At, ...] = ()) -> None:
+        self.kernel, self.ctas, self.arguments, self.maps = kernel, ctas, arguments, maps
+        placed = [(_START, _At("stream"))]
+        placed += [(driver.Slot.POINTERS + 8 * number, each) for number, each in enumerate(maps)]
+        for place, argument in zip(kernel.number_places, arguments, strict=True):
+            if isinstance(argument, _At):
+                placed.append((place, argument))
+        # Addresses, by the word of a slot that takes them.
+        self.words = [(place // 8, *at) for place, at in placed]
+
+    def slot(self) -> driver.Slot:
+        """Room for one launch at a time, with what stays in it."""
+        kernel, part = self.kernel, self.kernel.part
+        slot = driver.Slot(kernel.function, (self.ctas, 1, 1), part.threads, part.shared_bytes, kernel.packed.size)
+        kernel.packed.pack_into(
+            slot.buffer, _START, 0, kernel.attributes, int(kernel.attributes != 0), *(0 for _ in self.maps),
+            *(slot.address + place for place in kernel.places),
+            *(0 if isinstance(argument, _At) else argument for argument in self.arguments),
         )  # fmt: skip
-        # The driver copies what the pointers point to before it returns.
-        status = slot.launch()
-        slots.append(slot)
-        if status:
-            driver.check((status,))
+        return slot
 
 
-@dataclass
-class _Bound:
-    """The kernels of a call on one device, and the tensor maps made so far."""
-
-    kernels: dict[str, _Kernel]
-    maps: dict[Any, Any] = field(default_factory=dict)
-
-
+# Device; strides of q; row strides of k, weights, indices, values and the page table, 0 of what there is not.
+_Layout = tuple[int, tuple[int, ...], int, int, int, int, int]
 MAX_KEPT = 1024
 
 
@@ -223,135 +241,195 @@ class Launch:
     """The gate for one problem; called with the tensors, its kernels run on the current stream."""
 
     def __init__(self, problem: MqaTopKProblem, arch: Arch, config: GateConfig) -> None:
-        self.problem, self.config, self.arch = problem, config, arch
+        self.problem, self.config = problem, config
         self.plan = Plan(problem, config)
         self.workspace_bytes = self.plan.bytes
-        self.bound: dict[int, _Bound] = {}
+        self.bound: dict[_Layout, _Bound] = {}
         self.marks: list[Any] | None = None  # events between the steps, for measurements
 
-    @torch.no_grad()
     def __call__(self, call: MqaTopKCall) -> None:
-        if not self.problem.rows:
-            return
-        device = call.q.get_device()
-        with torch.cuda.device(device):
-            self._run(call, self.bound.get(device) or self._bind(device), device)
+        if self.problem.rows:
+            self.bind(call)(call)
 
-    def _run(self, call: MqaTopKCall, bound: _Bound, device: int) -> None:
-        problem, config, plan = self.problem, self.config, self.plan
-        workspace = call.workspace
-        if workspace is None:
-            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=call.q.device)
-        base, rows, keys = workspace.data_ptr(), problem.rows, problem.keys
-        at = {name: base + offset for name, offset in plan.offset.items()}
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        kernels = bound.kernels
-        q, ks, ke = call.q.data_ptr(), call.ks.data_ptr(), call.ke.data_ptr()
-        weights, w_stride = call.weights.data_ptr(), call.weights.stride(0)
-        q_stride, kv_scale = call.q.stride(0), call.kv_scale.data_ptr()
-        k_map = self._map(bound, "k", call.k.data_ptr(), keys, call.k.stride(0))
-        output = self._output(call)
-        self._mark()
-        kernels["sample"](
-            stream, call.k.data_ptr(), kv_scale, ks, ke, at["sampled_k"], at["sampled_scale"], at["sampled_ks"],
-            at["sampled_ke"], at["counters"], call.k.stride(0), rows, keys, config.stride, config.ungated,
-            plan.counters, 0,
+    def bind(self, call: MqaTopKCall) -> _Bound:
+        """What runs this call, and every other one whose device and strides are the same."""
+        values, pages = call.values, call.page_table
+        layout = (
+            call.q.get_device(), call.q.stride(), call.k.stride(0), call.weights.stride(0), call.indices.stride(0),
+            0 if values is None else values.stride(0), 0 if pages is None else pages.stride(0),
         )  # fmt: skip
-        self._mark()
-        sampled_map = self._map(bound, "k", at["sampled_k"], plan.samples, problem.head_dim)
+        if (bound := self.bound.get(layout)) is None:
+            if len(self.bound) >= MAX_KEPT:
+                self.bound.clear()
+            bound = self.bound[layout] = _Bound(self, layout)
+        return bound
+
+    def mark(self) -> None:
+        """Puts an event behind what has been launched."""
+        assert self.marks is not None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self.marks.append(event)
+
+
+class _Bound:
+    """The launches of a problem whose operands lie in one layout: what varies is where they are."""
+
+    def __init__(self, launch: Launch, layout: _Layout) -> None:
+        self.launch, self.device, self.workspace_bytes = launch, layout[0], launch.workspace_bytes
+        # Tensor maps of a call: by name, where each begins and what else it is made of.
+        self.map_facts: dict[str, tuple[_At, str, int, int, int]] = {}
+        self.maps: dict[tuple[Any, ...], tuple[Any, int]] = {}
+        # All of a call by the addresses of q, k and the workspace, as engines reuse their buffers: the maps, and where.
+        self.maps_of: dict[tuple[int, int, int], tuple[list[Any], list[int]]] = {}
+        with torch.cuda.device(self.device):
+            self.steps = list(self._steps(layout))
+        bases = {name: place for place, name in enumerate((*_BASES, *self.map_facts))}
+        self.words = [[(word, bases[base], offset) for word, base, offset in step.words] for step in self.steps]
+        # Room for one call each, slots and their words; a thread takes one, or makes it.
+        self.rooms: list[list[tuple[driver.Slot, memoryview]]] = []
+
+    def __call__(self, call: MqaTopKCall) -> None:
+        device = self.device
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self(call)
+        q, k, kv_scale, weights, ks, ke, offsets, pages, indices, values, workspace = call
+        if workspace is None:
+            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=q.device)
+        places = (q.data_ptr(), k.data_ptr(), workspace.data_ptr())
+        maps = self.maps_of.get(places) or self._encode(places)
+        bases = (
+            torch._C._cuda_getCurrentRawStream(device), *places, kv_scale.data_ptr(), weights.data_ptr(),
+            ks.data_ptr(), ke.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
+            0 if pages is None else pages.data_ptr(), indices.data_ptr(), 0 if values is None else values.data_ptr(),
+            *maps[1],
+        )  # fmt: skip
+        try:
+            room = self.rooms.pop()
+        except IndexError:
+            room = [(slot, slot.buffer.cast("Q")) for slot in map(_Step.slot, self.steps)]
+        marked = self.launch.marks is not None
+        if marked:
+            self.launch.mark()
+        for words, (slot, view) in zip(self.words, room, strict=True):
+            for word, base, offset in words:
+                view[word] = bases[base] + offset
+            # The driver copies what the pointers point to before it returns.
+            status = slot.launch()
+            if status:
+                break
+            if marked:
+                self.launch.mark()
+        self.rooms.append(room)
+        if status:
+            driver.check((status,))
+        return None
+
+    def _steps(self, layout: _Layout) -> Iterator[_Step]:
+        """The launches of a call."""
+        problem, config, plan = self.launch.problem, self.launch.config, self.launch.plan
+        device, (q_stride, q_stride_h, _), k_stride, w_stride, indices_stride, values_stride, page_stride = layout
+        rows, keys = problem.rows, problem.keys
+        ctas = config.product.ctas
+        kernels = {name: _kernel_on(device, part) for name, part in parts(problem, config).items()}
+
+        def room(name: str, offset: int = 0) -> _At:
+            return _At("workspace", plan.offset[name] + offset)
+
+        def output(row: int) -> tuple[int | _At, ...]:
+            """struct Output of selection.cuh, for rows from ``row`` on."""
+            selection = problem.selection
+            return (
+                _At("offsets", 4 * row) if selection.index_base == "offset" else 0,
+                _At("pages", 4 * row * page_stride) if selection.index_base == "page" else 0,
+                _At("indices", 4 * row * indices_stride),
+                _At("values", 4 * row * values_stride) if selection.values else 0,
+                indices_stride, values_stride, page_stride, problem.k, selection.page_size,
+            )  # fmt: skip
+
+        k_map = self._map("k", _At("k"), keys, k_stride)
+        yield _Step(
+            kernels["sample"], ctas, _At("k"), _At("kv_scale"), _At("ks"), _At("ke"), room("sampled_k"),
+            room("sampled_scale"), room("sampled_ks"), room("sampled_ke"), room("counters"), k_stride, rows, keys,
+            config.stride, config.ungated, plan.counters, 0,
+        )  # fmt: skip
+        sampled_map = self._map("k", room("sampled_k"), plan.samples, problem.head_dim)
         wave_of_all = 0
         for first in range(0, rows, config.sampled):
             past = min(rows, first + config.sampled)
-            q_map = self._map(bound, "q", q + first * q_stride, past - first, q_stride, call.q.stride(1))
-            kernels["score"](
-                stream, 0, at["sampled_scale"], weights + 4 * first * w_stride, at["sampled_ks"] + 4 * first,
-                at["sampled_ke"] + 4 * first, at["main"], q_stride, w_stride, plan.sample_stride, past - first,
-                plan.samples, plan.samples, config.sample.enter_cost, maps=(q_map, sampled_map),
+            q_map = self._map("q", _At("q", first * q_stride), past - first, q_stride, q_stride_h)
+            yield _Step(
+                kernels["score"], ctas, 0, room("sampled_scale"), _At("weights", 4 * first * w_stride),
+                room("sampled_ks", 4 * first), room("sampled_ke", 4 * first), room("main"), q_stride, w_stride,
+                plan.sample_stride, past - first, plan.samples, plan.samples, config.sample.enter_cost,
+                maps=(q_map, sampled_map),
             )  # fmt: skip
-            self._mark()
-            kernels["gate"](
-                stream, at["main"], at["sampled_ks"] + 4 * first, at["sampled_ke"] + 4 * first,
-                at["gates"] + 16 * first, plan.sample_stride, keys, config.stride, ctas=past - first,
+            yield _Step(
+                kernels["gate"], past - first, room("main"), room("sampled_ks", 4 * first),
+                room("sampled_ke", 4 * first), room("gates", 16 * first), plan.sample_stride, keys, config.stride,
             )  # fmt: skip
-            self._mark()
             for start in range(first, past, config.wave):
                 count = min(past, start + config.wave) - start
-                q_map = self._map(bound, "q", q + start * q_stride, count, q_stride, call.q.stride(1))
-                kernels["product"](
-                    stream, 0, kv_scale, weights + 4 * start * w_stride, ks + 4 * start, ke + 4 * start, 0, q_stride,
-                    w_stride, 0, count, keys, keys, config.product.enter_cost, at["gates"] + 16 * start, at["main"],
-                    at["counts"], at["middles"], at["counters"] + 4 * (2 + wave_of_all), config.room,
-                    config.places, maps=(q_map, k_map),
+                q_map = self._map("q", _At("q", start * q_stride), count, q_stride, q_stride_h)
+                yield _Step(
+                    kernels["product"], ctas, 0, _At("kv_scale"), _At("weights", 4 * start * w_stride),
+                    _At("ks", 4 * start), _At("ke", 4 * start), 0, q_stride, w_stride, 0, count, keys, keys,
+                    config.product.enter_cost, room("gates", 16 * start), room("main"), room("counts"),
+                    room("middles"), room("counters", 4 * (2 + wave_of_all)), config.room, config.places,
+                    maps=(q_map, k_map),
                 )  # fmt: skip
-                self._mark()
-                kernels["select"](
-                    stream, at["main"], at["counts"], at["middles"], at["gates"] + 16 * start,
-                    ks + 4 * start, ke + 4 * start, at["counters"], at["redo"], *_moved(output, start), count, keys,
-                    start, config.product.ctas, config.room, select_words(problem), config.warp_room, 0, ctas=count,
+                yield _Step(
+                    kernels["select"], count, room("main"), room("counts"), room("middles"), room("gates", 16 * start),
+                    _At("ks", 4 * start), _At("ke", 4 * start), room("counters"), room("redo"), *output(start), count,
+                    keys, start, ctas, config.room, select_words(problem), config.warp_room, 0,
                 )  # fmt: skip
-                self._mark()
                 wave_of_all += 1
-        gathered = self._map(
-            bound, "again", at["main"], config.again, problem.heads * problem.head_dim, problem.head_dim
-        )
-        kernels["redo"](
-            stream, 0, kv_scale, weights, ks, ke, at["again"], problem.heads * problem.head_dim, w_stride,
-            plan.key_stride, config.again, keys, keys, config.redo.enter_cost, at["redo"], at["counters"],
-            at["counters"] + 4, q, at["main"], q_stride, call.q.stride(1), config.again, bitmap_words(problem), *output,
-            maps=(gathered, k_map),
-        )  # fmt: skip
-        self._mark()
-
-    def _output(self, call: MqaTopKCall) -> tuple[int, ...]:
-        """struct Output of selection.cuh."""
-        offsets, pages, indices, values = call.offsets, call.page_table, call.indices, call.values
-        return (
-            0 if offsets is None else offsets.data_ptr(), 0 if pages is None else pages.data_ptr(), indices.data_ptr(),
-            0 if values is None else values.data_ptr(), indices.stride(0), 0 if values is None else values.stride(0),
-            0 if pages is None else pages.stride(0), self.problem.k, self.problem.selection.page_size,
+        gathered = self._map("q", room("main"), config.again, problem.heads * problem.head_dim, problem.head_dim)
+        yield _Step(
+            kernels["redo"], ctas, 0, _At("kv_scale"), _At("weights"), _At("ks"), _At("ke"), room("again"),
+            problem.heads * problem.head_dim, w_stride, plan.key_stride, config.again, keys, keys,
+            config.redo.enter_cost, room("redo"), room("counters"), room("counters", 4), _At("q"), room("main"),
+            q_stride, q_stride_h, config.again, bitmap_words(problem), *output(0), maps=(gathered, k_map),
         )  # fmt: skip
 
-    def _map(self, bound: _Bound, operand: str, address: int, count: int, stride: int, stride_h: int = 0) -> int:
-        """The address of the tensor map of q, of gathered q or of k."""
-        key = (operand, address, count, stride, stride_h)
-        if (kept := bound.maps.get(key)) is None:
-            product = self.config.product
-            if operand == "k":
-                made = mqa_logits._k_map(product, address, count, stride)
-            else:
-                made = mqa_logits._q_map(product, address, count, stride, stride_h)
-            if len(bound.maps) >= MAX_KEPT:
-                bound.maps.clear()
-            kept = bound.maps[key] = (made, int(made.getPtr()))
-        return int(kept[1])
+    def _map(self, operand: str, at: _At, count: int, stride: int, stride_h: int = 0) -> _At:
+        """The tensor map of k, or of q, as of all rows from an address on."""
+        facts = (at, operand, count, stride, stride_h)
+        for name, others in self.map_facts.items():
+            if others == facts:
+                return _At(name)
+        name = f"map {len(self.map_facts)}"
+        self.map_facts[name] = facts
+        return _At(name)
 
-    def _bind(self, device: int) -> _Bound:
-        ctas = self.config.product.ctas
-        kernels = {name: _kernel(part, ctas) for name, part in parts(self.problem, self.config).items()}
-        self.bound[device] = _Bound(kernels)
-        return self.bound[device]
+    def _encode(self, places: tuple[int, int, int]) -> tuple[list[Any], list[int]]:
+        product, kept = self.launch.config.product, []
+        for at, operand, count, stride, stride_h in self.map_facts.values():
+            address = places[_BASES.index(at.base) - 1] + at.offset
+            key = (operand, address, count, stride, stride_h)
+            if key not in self.maps:
+                if operand == "k":
+                    made = mqa_logits._k_map(product, address, count, stride)
+                else:
+                    made = mqa_logits._q_map(product, address, count, stride, stride_h)
+                if len(self.maps) >= MAX_KEPT:
+                    self.maps.clear()
+                self.maps[key] = (made, int(made.getPtr()))
+            kept.append(self.maps[key])
+        if len(self.maps_of) >= MAX_KEPT:
+            self.maps_of.clear()
+        self.maps_of[places] = ([made for made, _ in kept], [address for _, address in kept])
+        return self.maps_of[places]
 
-    def _mark(self) -> None:
-        if self.marks is not None:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self.marks.append(event)
 
-
-def _moved(output: tuple[int, ...], row: int) -> tuple[int, ...]:
-    """struct Output for rows from ``row`` on."""
-    offsets, pages, indices, values, indices_stride, values_stride, page_stride, *rest = output
-    return (
-        offsets and offsets + 4 * row, pages and pages + 4 * row * page_stride, indices + 4 * row * indices_stride,
-        values and values + 4 * row * values_stride, indices_stride, values_stride, page_stride, *rest,
-    )  # fmt: skip
+# What addresses are told by: the stream, then tensors; the maps of a call come behind.
+_BASES = (
+    "stream", "q", "k", "workspace", "kv_scale", "weights", "ks", "ke", "offsets", "pages", "indices", "values",
+)  # fmt: skip
 
 
 @functools.cache
-def _kernel_on(device: int, part: Part, ctas: int) -> _Kernel:
-    return _Kernel(part, ctas)
-
-
-def _kernel(part: Part, ctas: int) -> _Kernel:
-    """The kernel on the current device, loaded once."""
-    return _kernel_on(torch.cuda.current_device(), part, ctas)
+def _kernel_on(device: int, part: Part) -> _Kernel:
+    """The kernel on the device, which is the current one, loaded once."""
+    return _Kernel(part)

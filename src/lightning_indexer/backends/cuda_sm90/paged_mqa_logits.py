@@ -83,12 +83,12 @@ class Launch:
 
     def __init__(self, problem: PagedMqaLogitsProblem, config: PagedConfig) -> None:
         self.problem, self.config = problem, config
-        self.bound: dict[_Layout, _Bound] = {}
+        self.bound: dict[_Layout, Bound] = {}
 
     def __call__(self, call: PagedMqaLogitsCall) -> None:
         self.bind(call)(call)
 
-    def bind(self, call: PagedMqaLogitsCall) -> _Bound:
+    def bind(self, call: PagedMqaLogitsCall) -> Bound:
         """What runs this call, and every other one whose device, strides and number of blocks are the same."""
         q, cache, lengths = call.q, call.kv_cache, call.context_lens
         layout = (
@@ -98,11 +98,11 @@ class Launch:
         if (bound := self.bound.get(layout)) is None:
             if len(self.bound) >= MAX_KEPT:
                 self.bound.clear()
-            bound = self.bound[layout] = _Bound(self, layout)
+            bound = self.bound[layout] = Bound(self, layout)
         return bound
 
 
-class _Bound:
+class Bound:
     """The launch of a problem whose operands lie in one layout: what varies is where they are."""
 
     def __init__(self, launch: Launch, layout: _Layout) -> None:
@@ -119,24 +119,29 @@ class _Bound:
                 return self(call)
         q, cache, weights, lengths, tables, _, _, indices, _, _, out, _ = call
         assert out is not None
-        pointers = (q.data_ptr(), cache.data_ptr())
-        maps = self.maps.get(pointers) or self._encode(pointers)
+        return self.at(
+            torch._C._cuda_getCurrentRawStream(device), q.data_ptr(), cache.data_ptr(), weights.data_ptr(),
+            lengths.data_ptr(), tables.data_ptr(), 0 if indices is None else indices.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+
+    def at(
+        self, stream: int, q: int, cache: int, weights: int, lengths: int, tables: int, indices: int, out: int
+    ) -> None:
+        """A call by the addresses of its operands, on a stream of the device, which is the current one."""
+        maps = self.maps.get((q, cache)) or self._encode((q, cache))
         try:
             slot = self.slots.pop()
         except IndexError:
             slot = self._new_slot()
-        stream = torch._C._cuda_getCurrentRawStream(device)
         _POINTERS.pack_into(
-            slot.buffer, _START, stream, maps[1], maps[3], slot.address + _ARGUMENTS, weights.data_ptr(),
-            lengths.data_ptr(), tables.data_ptr(), 0 if indices is None else indices.data_ptr(), pointers[1],
-            out.data_ptr(),
+            slot.buffer, _START, stream, maps[1], maps[3], slot.address + _ARGUMENTS, weights, lengths, tables, indices,
+            cache, out,
         )  # fmt: skip
         # The driver copies what the pointers point to before it returns.
         status = slot.launch()
         self.slots.append(slot)
         if status:
             driver.check((status,))
-        return None
 
     def _new_slot(self) -> driver.Slot:
         problem, config = self.problem, self.config

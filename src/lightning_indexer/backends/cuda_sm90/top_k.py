@@ -233,9 +233,15 @@ class TopK:
         return config.name
 
 
-# The stream, the pointer to the arguments, then struct Arguments of top_k_plan.cuh.
-_PACKED = struct.Struct(f"<{driver.Slot.HEAD} Q 7Q4q4if4x")
+# Device; row strides of logits, indices, values and the page table, 0 of what there is not.
+_Layout = tuple[int, int, int, int, int]
+MAX_KEPT = 1024
+# The stream and the pointer to the arguments, then struct Arguments of top_k_plan.cuh: its pointers, which each call
+# packs, and what stays.
+_POINTERS = struct.Struct(f"<{driver.Slot.HEAD} Q 7Q")
+_CONSTANTS = struct.Struct("<4q4if4x")
 _ARGUMENTS = driver.Slot.POINTERS + struct.calcsize("<Q")
+_START = driver.Slot.START
 
 
 class Launch:
@@ -250,42 +256,73 @@ class Launch:
             overshoot = max(6.0, overshoot)
         words = config.bitmap_words(problem.width)
         self.scalars = (problem.width, problem.k, problem.page_size, words, overshoot)
-        # By device: room for the arguments of one launch each; a thread takes one, or makes it.
-        self.slots: dict[int, list[driver.Slot]] = {}
+        self.bound: dict[_Layout, Bound] = {}
 
     def __call__(self, call: TopKCall) -> None:
-        if not self.rows:
-            return None
-        logits, starts, ends, offsets, pages, indices, values, _ = call
-        device = logits.get_device()
+        if self.rows:
+            self.bind(call)(call)
+
+    def bind(self, call: TopKCall) -> Bound:
+        """What runs this call, and every other one whose device and strides are the same."""
+        logits, _, _, _, pages, indices, values, _ = call
+        layout = (
+            indices.get_device(), logits.stride(0), indices.stride(0), 0 if values is None else values.stride(0),
+            0 if pages is None else pages.stride(0),
+        )  # fmt: skip
+        if (bound := self.bound.get(layout)) is None:
+            if len(self.bound) >= MAX_KEPT:
+                self.bound.clear()
+            bound = self.bound[layout] = Bound(self, layout)
+        return bound
+
+
+class Bound:
+    """The launch of a problem whose tensors lie in one layout: what varies is where they are."""
+
+    def __init__(self, launch: Launch, layout: _Layout) -> None:
+        self.launch, self.device, self.strides = launch, layout[0], layout[1:]
+        # Room for the arguments of one launch each; a thread takes one, or makes it.
+        self.slots: list[driver.Slot] = []
+
+    def __call__(self, call: TopKCall) -> None:
+        device = self.device
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(call)
-        try:
-            slot = self.slots[device].pop()
-        except (KeyError, IndexError):
-            slot = self._new_slot(device)
-        _PACKED.pack_into(
-            slot.buffer, driver.Slot.START, torch._C._cuda_getCurrentRawStream(device), slot.address + _ARGUMENTS,
-            logits.data_ptr(),
+        logits, starts, ends, offsets, pages, indices, values, _ = call
+        return self.at(
+            torch._C._cuda_getCurrentRawStream(device), logits.data_ptr(),
             0 if starts is None else starts.data_ptr(), 0 if ends is None else ends.data_ptr(),
             0 if offsets is None else offsets.data_ptr(), 0 if pages is None else pages.data_ptr(),
             indices.data_ptr(), 0 if values is None else values.data_ptr(),
-            logits.stride(0), indices.stride(0), 0 if values is None else values.stride(0),
-            0 if pages is None else pages.stride(0), *self.scalars,
+        )  # fmt: skip
+
+    def at(
+        self, stream: int, logits: int, starts: int, ends: int, offsets: int, pages: int, indices: int, values: int
+    ) -> None:
+        """A call by addresses, 0 of what there is not, on a stream of the device, which is the current one."""
+        try:
+            slot = self.slots.pop()
+        except IndexError:
+            slot = self._new_slot()
+        _POINTERS.pack_into(
+            slot.buffer, _START, stream, slot.address + _ARGUMENTS, logits, starts, ends, offsets, pages, indices,
+            values,
         )  # fmt: skip
         # The driver copies the arguments before it returns.
         status = slot.launch()
-        self.slots[device].append(slot)
+        self.slots.append(slot)
         if status:
             driver.check((status,))
-        return None
 
-    def _new_slot(self, device: int) -> driver.Slot:
-        self.slots.setdefault(device, [])
-        grid = (self.rows * self.config.cluster, 1, 1)
-        function = _function(self.config, device)
-        return driver.Slot(function, grid, self.config.threads, self.shared_bytes, _PACKED.size)
+    def _new_slot(self) -> driver.Slot:
+        launch, config = self.launch, self.launch.config
+        slot = driver.Slot(
+            _function(config, self.device), (launch.rows * config.cluster, 1, 1), config.threads, launch.shared_bytes,
+            _POINTERS.size + _CONSTANTS.size,
+        )  # fmt: skip
+        _CONSTANTS.pack_into(slot.buffer, _START + _POINTERS.size, *self.strides, *launch.scalars)
+        return slot
 
 
 @functools.cache
