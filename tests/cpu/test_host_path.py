@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import CPU, int32
-from lightning_indexer import Arch, CacheLayout, fp8_mqa_topk, fp8_paged_mqa_topk, reference_mqa_topk
+from lightning_indexer import Arch, CacheLayout, fp8_mqa_topk, fp8_paged_mqa_topk, reference_mqa_topk, top_k_per_row
 from lightning_indexer.arch import MIB
 from lightning_indexer.backends import row_waves
 from lightning_indexer.backends.cuda_sm90 import mqa_logits, mqa_topk, mqa_topk_config, paged_mqa_logits, top_k
@@ -174,6 +174,29 @@ def test_operations_of_one_wave(changes, operations, driver):
             bound(record)
         # ``slice`` and ``alias`` come and go with PyTorch's own way to a view.
         assert [name for name in counted.names if name not in ("slice", "alias", "_unsafe_view")] == operations
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"values": True}, {"index_base": "page", "page_size": 64, "page_table": int32(*range(72)).view(3, 24)[:, :20]},
+    {"row_starts": int32(1, 2, 3), "row_ends": int32(100, 200, 300), "order": "score"},
+], ids=str)  # fmt: skip
+def test_a_second_selection_launches_what_the_first_does(options, driver, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_INDEXER_ARCH", "sm90")
+    logits, out, values = torch.zeros(3, 1400)[:, :1280], torch.zeros(3, 600, dtype=torch.int32), torch.zeros(3, 600)
+    given = options | {"out": out[:, :512], "values": values[:, :512] if "values" in options else None}
+    for _ in range(3):
+        top_k_per_row(logits, 512, **given, backend="cuda-sm90")
+    first, *others = driver.taken()
+    assert others == [first, first]
+    wide = struct.unpack("<7Q4q4if4x", first.parameters[0])
+    at = lambda name: 0 if given.get(name) is None else given[name].data_ptr()  # noqa: E731
+    assert wide[:7] == (
+        logits.data_ptr(), at("row_starts"), at("row_ends"), 0, at("page_table"), out.data_ptr(), at("values"),
+    )  # fmt: skip
+    assert wide[7:11] == (1400, 600, 600 if "values" in options else 0, 24 if "page_table" in options else 0)
+    top_k_per_row(logits.clone(), 512, **given, backend="cuda-sm90")  # a row stride of its own
+    (launch,) = driver.taken()
+    assert struct.unpack_from("<7Q4q", launch.parameters[0])[7] == 1280
 
 
 # Results, on the backends that run here

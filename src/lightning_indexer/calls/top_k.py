@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from lightning_indexer import envs
-from lightning_indexer.arch import arch_of, assumed
+from lightning_indexer.arch import _ASSUMED, arch_of
 from lightning_indexer.calls import common, sharded
 from lightning_indexer.problems.top_k import (
     OPERATION,
@@ -83,17 +85,66 @@ def top_k_per_row(
         BackendUnavailableError: the backend asked for cannot run this call.
         NotImplementedError: an operand of ``torch.func``'s transforms, a tangent, or ``torch.jit.trace``.
     """
-    call = TopKArguments(
-        logits, k, row_starts, row_ends, index_base, offsets, page_table, page_size, order, tie, values, out, workspace,
-        backend,
-    )  # fmt: skip
-    return _any_way(call)
-
-
-def _any_way(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    if torch.compiler.is_compiling() or common.dispatch_modes() or common.needs_operator(common.tensors_of(call)):
-        return _through_operator(call)
-    return _run(call)
+    plain = (
+        type(logits) is _Tensor
+        and (row_starts is None or type(row_starts) is _Tensor)
+        and (row_ends is None or type(row_ends) is _Tensor)
+        and (offsets is None or type(offsets) is _Tensor)
+        and (page_table is None or type(page_table) is _Tensor)
+        and (values is None or values is True or type(values) is _Tensor)
+        and (out is None or type(out) is _Tensor)
+        and (workspace is None or type(workspace) is _Tensor)
+    )
+    through_operator = (
+        _is_compiling()
+        or _dispatch_modes()
+        or (
+            (not plain or logits.is_meta)
+            and common.needs_operator((logits, row_starts, row_ends, offsets, page_table, values, out, workspace))
+        )
+    )
+    plan = facts = None
+    if not through_operator:
+        # All that validation, selection and a kernel's preparation read. Calls that agree in it plan once.
+        try:
+            facts = (
+                OPERATION, logits.shape, logits.stride(), logits.dtype, logits.device, logits.is_neg(), k.__class__, k,
+                None if row_starts is None else _fact_of(row_starts), None if row_ends is None else _fact_of(row_ends),
+                index_base, None if offsets is None else _fact_of(offsets),
+                None if page_table is None else _fact_of(page_table), page_size.__class__, page_size, order, tie,
+                None if values is None else _fact_of(values), None if out is None else _fact_of(out),
+                None if workspace is None else _fact_of(workspace), backend,
+                logits.data_ptr() & 15, None if _unset(_NAMES) else _selection(), _assumed(),
+            )  # fmt: skip
+            plan = _PLANS.get(facts)
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, not dense or not hashable: the checks say which
+            plan = facts = None
+    # Inside function transforms, torch.jit.trace and forward-mode differentiation operands are looked at first.
+    if (
+        plan is None
+        or not plan.plain
+        or _functorch() is not None
+        or _tracing() is not None
+        or forward_ad._current_level >= 0
+    ):
+        call = TopKArguments(
+            logits, k, row_starts, row_ends, index_base, offsets, page_table, page_size, order, tie, values, out,
+            workspace, backend,
+        )  # fmt: skip
+        return _through_operator(call) if through_operator else _run(call, facts, plan)
+    if _is_grad_enabled() and logits.requires_grad:
+        common.warn_of_gradients(OPERATION, stacklevel=3)
+    if out is None:
+        out = _empty_strided(plan.size, plan.stride, dtype=_int32, device=logits.device)
+    scores = None
+    if type(values) is _Tensor:
+        scores = values
+    elif values:
+        scores = _empty_strided(plan.size, plan.stride, dtype=_float32, device=logits.device)
+    if workspace is not None or plan.workspace_bytes:
+        workspace = common.workspace(workspace, plan.workspace_bytes, logits.device)
+    plan.run(_record((logits, row_starts, row_ends, offsets, page_table, out, scores, workspace)))
+    return out if scores is None else (out, scores)
 
 
 def top_k_workspace_bytes(problem: TopKProblem, device: torch.device | str, backend: str | None = None) -> int:
@@ -110,60 +161,76 @@ def top_k_workspace_bytes(problem: TopKProblem, device: torch.device | str, back
 class _Plan(NamedTuple):
     """What a call comes to, from its facts alone.
 
-    ``run`` is None where there is nothing to write; ``normal`` is False where arguments have to be converted first.
+    ``size`` and ``stride`` are those of results the library allocates; ``plain`` is False where arguments have to be
+    converted first.
     """
 
-    run: registry.Run | None
+    run: registry.Run
+    size: tuple[int, int]
+    stride: tuple[int, int]
     workspace_bytes: int
-    normal: bool
+    plain: bool
 
 
-def _run(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    logits, values, workspace = call.logits, call.values, call.workspace
-    try:
-        facts = (
-            OPERATION, logits.shape, logits.stride(), logits.dtype, logits.device, logits.is_neg(),
-            *map(_facts_of, call[2:4]), call.index_base, *map(_facts_of, call[5:7]), call.page_size, call.order,
-            call.tie, values if isinstance(values, (bool, type(None))) else _facts_of(values), _facts_of(call.out),
-            _facts_of(workspace), type(call.k), call.k, call.backend,
-            logits.data_ptr() & 15, envs.selection(), assumed(),
-        )  # fmt: skip
-        plan = common.PLANS.get(facts)
-    except (AttributeError, TypeError):  # not a tensor, or not hashable: the checks say which
-        plan = facts = None
-    if common.functorch() is not None or common.tracing() is not None or forward_ad._current_level >= 0:
+def _run(call: TopKArguments, facts: object, plan: _Plan | None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Any call: the first with these facts, whose plan is kept, and those that take more than the plan's run."""
+    if _functorch() is not None or _tracing() is not None or forward_ad._current_level >= 0:
         common.refuse(OPERATION, common.tensors_of(call))
-    if torch.is_grad_enabled() and getattr(logits, "requires_grad", False):
+    if torch.is_grad_enabled() and getattr(call.logits, "requires_grad", False):
         common.warn_of_gradients(OPERATION)
+    settled, given = False, call
+    call = validate(call)
+    device = call.logits.device
     if plan is None:
-        checked = validate(call)
-        problem, device = problem_of(checked), logits.device
+        problem = problem_of(call)
         prepared = registry.prepare(problem, arch_of(device), call.backend, device)
-        normal = all(
-            one is other for one, other in zip(common.tensors_of(call), common.tensors_of(checked), strict=True)
+        settled = prepared.settled
+        same = (one is other for one, other in zip(common.tensors_of(given), common.tensors_of(call), strict=True))
+        plan = _Plan(
+            prepared.run if problem.rows else _nothing,
+            (problem.rows, problem.k),
+            (problem.k, 1),
+            _workspace_bytes(prepared.run) if problem.rows else 0,
+            all(same),
         )
-        plan = _Plan(prepared.run if problem.rows else None, _workspace_bytes(prepared.run), normal)
-        if facts is not None and prepared.settled:
-            common.keep(facts, plan)
-    if not plan.normal:
-        call = validate(call)
-    shape, device = (call.logits.shape[0], call.k), call.logits.device
-    indices = torch.empty(shape, dtype=torch.int32, device=device) if call.out is None else call.out
-    scores = values if isinstance(values, torch.Tensor) else None
-    if values is True:
-        scores = torch.empty(shape, dtype=torch.float32, device=device)
-    if plan.run is not None:
-        workspace = common.workspace(workspace, plan.workspace_bytes, device)
-        plan.run(
-            TopKCall(
-                call.logits, call.row_starts, call.row_ends, call.offsets, call.page_table, indices, scores, workspace
-            )
-        )
+    indices = call.out
+    if indices is None:
+        indices = _empty_strided(plan.size, plan.stride, dtype=torch.int32, device=device)
+    scores = call.values if isinstance(call.values, torch.Tensor) else None
+    if call.values is True:
+        scores = _empty_strided(plan.size, plan.stride, dtype=torch.float32, device=device)
+    workspace = common.workspace(call.workspace, plan.workspace_bytes, device)
+    record = TopKCall(
+        call.logits, call.row_starts, call.row_ends, call.offsets, call.page_table, indices, scores, workspace
+    )
+    if settled and facts is not None:
+        if plan.plain and (bind := getattr(plan.run, "bind", None)) is not None:
+            plan = plan._replace(run=bind(record))
+        common.keep(facts, plan)
+    plan.run(record)
     return indices if scores is None else (indices, scores)
 
 
-def _facts_of(tensor: torch.Tensor | None) -> object:
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg())
+def _nothing(call: TopKCall) -> None:
+    """What there is to compute without rows."""
+
+
+def _fact_of(argument: Any) -> object:
+    if isinstance(argument, _Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.device, argument.is_neg()
+    return argument.__class__, argument
+
+
+# Each call asks these; a global is found in less time than an attribute of a module.
+_PLANS = common.PLANS
+_Tensor, _empty_strided, _int32, _float32 = torch.Tensor, torch.empty_strided, torch.int32, torch.float32
+# Dynamo reads this one as True. What else traces, torch.export's second way too, gives fake tensors.
+_is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+_dispatch_modes, _functorch, _tracing = common.dispatch_modes, common.functorch, common.tracing
+_selection, _unset, _NAMES, _assumed = envs.selection, envs.VARIABLES.isdisjoint, envs.SELECTION, _ASSUMED.get
+
+# What calling the class does, in a third of the time.
+_record: Callable[[Iterable[Any]], TopKCall] = functools.partial(tuple.__new__, TopKCall)
 
 
 def _workspace_bytes(run: registry.Run) -> int:
@@ -214,11 +281,9 @@ def _operator_out(
     workspace: torch.Tensor | None,
     backend: str | None,
 ) -> None:
-    _run(
-        TopKArguments(
-            logits, k, row_starts, row_ends, index_base, offsets, page_table, page_size, order, tie, values, out,
-            workspace, backend,
-        )
+    top_k_per_row(
+        logits, k, row_starts, row_ends, index_base=index_base, offsets=offsets, page_table=page_table,  # type: ignore[arg-type]
+        page_size=page_size, order=order, tie=tie, values=values, out=out, workspace=workspace, backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -263,7 +328,8 @@ def _on_every_rank(call: TopKArguments) -> torch.Tensor | tuple[torch.Tensor, to
 
     def local(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         given: dict[str, Any] = {name: parts.get(name) for name in (*names, "out")}
-        found = _any_way(call._replace(**given, values=parts.get("values", call.values)))
+        part = call._replace(**given, values=parts.get("values", call.values))
+        found = top_k_per_row(**part._asdict())
         return found if isinstance(found, tuple) else (found,)
 
     results = sharded.run(operands, names, outs, call.logits.shape[0], local)
