@@ -240,6 +240,27 @@ def test_one_wave_over_keys(bound):
             assert torch.equal(values, scores)
 
 
+@pytest.mark.parametrize("name", ["indices", "offsets", "page_table", "out", "values", "workspace"])
+def test_parameters_among_options(name):
+    """They go through the operators, which call again with the tensors that they hold."""
+    given = paged(q=torch.zeros(3, 1, 64, 128).to(torch.float8_e4m3fn), context_lens=int32(700, 0, 90))
+    base = {"offsets": {"index_base": "offset"}, "page_table": {"index_base": "page", "page_size": 64}}.get(name, {})
+    tensor = {
+        "indices": int32(2, 1, 0), "offsets": int32(1, 2, 3), "page_table": given["block_tables"],
+        "out": torch.zeros(3, 512, dtype=torch.int32), "values": torch.zeros(3, 512),
+        "workspace": torch.zeros(2**20, dtype=torch.uint8),
+    }[name]  # fmt: skip
+    expected = fp8_paged_mqa_topk(**given, **base, **{name: tensor})
+    found = fp8_paged_mqa_topk(**given, **base, **{name: torch.nn.Parameter(tensor, requires_grad=False)})
+    assert all(map(torch.equal, _pair(found), _pair(expected)))
+    if name in ("indices", "page_table"):
+        return
+    rows = {"logits": torch.zeros(3, 700), "k": 512, **base}
+    expected = top_k_per_row(**rows, **{name: tensor})
+    found = top_k_per_row(**rows, **{name: torch.nn.Parameter(tensor, requires_grad=False)})
+    assert all(map(torch.equal, _pair(found), _pair(expected)))
+
+
 def _pair(result):
     return result if isinstance(result, tuple) else (result,)
 

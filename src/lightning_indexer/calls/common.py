@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -102,6 +102,14 @@ def plain(call: Any) -> Any:
         return plain(value) if isinstance(value, tuple) and hasattr(value, "_fields") else value
 
     return call._replace(**{name: of(value) for name, value in zip(call._fields, call, strict=True)})
+
+
+_T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
+
+
+def plain_tensor(tensor: _T) -> _T:
+    """A parameter or a subclass as the tensor that it holds."""
+    return tensor if tensor is None or type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
 
 
 def needs_operator(tensors: Sequence[object]) -> bool:

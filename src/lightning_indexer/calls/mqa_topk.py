@@ -428,6 +428,8 @@ _is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_g
 _dispatch_modes, _functorch, _tracing = common.dispatch_modes, common.functorch, common.tracing
 _selection, _unset, _NAMES, _assumed = envs.selection, envs.VARIABLES.isdisjoint, envs.SELECTION, _ASSUMED.get
 
+_plain = common.plain_tensor
+
 # What calling the classes does, in a third of the time.
 _record: Callable[[Iterable[Any]], MqaTopKCall] = functools.partial(tuple.__new__, MqaTopKCall)
 _paged_record: Callable[[Iterable[Any]], PagedMqaTopKCall] = functools.partial(tuple.__new__, PagedMqaTopKCall)
@@ -463,9 +465,10 @@ def _operator(
     q, keys, kv_scale, weights, ks, ke = map(_plain, (q, keys, kv_scale, weights, cu_seqlen_ks, cu_seqlen_ke))
     indices, scores = _empty(q, q.shape[0], k, values)
     options: dict[str, Any] = {
-        "max_seqlen_k": max_seqlen_k, "index_base": index_base, "offsets": offsets, "page_table": page_table,
-        "page_size": page_size, "order": order, "tie": tie, "force_first": force_first, "force_last": force_last,
-        "values": scores if values else None, "out": indices, "workspace": workspace, "backend": backend,
+        "max_seqlen_k": max_seqlen_k, "index_base": index_base, "offsets": _plain(offsets),
+        "page_table": _plain(page_table), "page_size": page_size, "order": order, "tie": tie,
+        "force_first": force_first, "force_last": force_last, "values": scores if values else None, "out": indices,
+        "workspace": workspace, "backend": backend,
     }  # fmt: skip
     fp8_mqa_topk(q, (keys, kv_scale), weights, ks, ke, k, **options)
     return indices, scores
@@ -502,17 +505,13 @@ def _paged_operator(
     found, scores = _empty(q, q.shape[0] * q.shape[1], k, values)
     options: dict[str, Any] = {
         "max_context_len": max_context_len, "layout": CacheLayout(page, head_dim, value_order, scales, cache_dtype),  # type: ignore[arg-type]
-        "indices": indices, "index_base": index_base, "offsets": offsets, "page_table": page_table,
-        "page_size": page_size, "order": order, "tie": tie, "force_first": force_first, "force_last": force_last,
-        "values": scores if values else None, "out": found, "workspace": workspace, "backend": backend,
+        "indices": _plain(indices), "index_base": index_base, "offsets": _plain(offsets),
+        "page_table": _plain(page_table), "page_size": page_size, "order": order, "tie": tie,
+        "force_first": force_first, "force_last": force_last, "values": scores if values else None, "out": found,
+        "workspace": workspace, "backend": backend,
     }  # fmt: skip
     fp8_paged_mqa_topk(q, kv_cache, weights, context_lens, block_tables, k, **options)
     return found, scores
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Parameters, subclasses too, as the tensors they hold."""
-    return tensor if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
 
 
 def _empty(q: torch.Tensor, rows: int, k: int, values: bool) -> tuple[torch.Tensor, torch.Tensor]:

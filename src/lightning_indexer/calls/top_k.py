@@ -281,10 +281,13 @@ def _operator_out(
     workspace: torch.Tensor | None,
     backend: str | None,
 ) -> None:
-    top_k_per_row(
-        logits, k, row_starts, row_ends, index_base=index_base, offsets=offsets, page_table=page_table,  # type: ignore[arg-type]
-        page_size=page_size, order=order, tie=tie, values=values, out=out, workspace=workspace, backend=backend,  # type: ignore[arg-type]
-    )  # fmt: skip
+    plain = common.plain_tensor
+    options: dict[str, Any] = {
+        "index_base": index_base, "offsets": plain(offsets), "page_table": plain(page_table), "page_size": page_size,
+        "order": order, "tie": tie, "values": plain(values), "out": plain(out), "workspace": plain(workspace),
+        "backend": backend,
+    }  # fmt: skip
+    top_k_per_row(plain(logits), k, plain(row_starts), plain(row_ends), **options)
 
 
 @_operator.register_fake
