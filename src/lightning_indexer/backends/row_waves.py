@@ -324,14 +324,14 @@ class OneWave:
         scores, selects_in = self._workspace(call)
         scoring, selection = self.records(call, scores, selects_in)
         if self.runs is None:
-            self.runs = self.bind(scoring, selection)
+            self.runs = self._bind(scoring, selection)
         score, select = self.runs
         score(scoring)
         if self.forced:
             _keep(self.problem, selection)
         select(selection)
 
-    def bind(self, scoring: Any, selection: TopKCall) -> tuple[Any, Any]:
+    def _bind(self, scoring: Any, selection: TopKCall) -> tuple[Any, Any]:
         """The runs of the two calls, and of others that agree with them."""
         (part,) = self.launch.parts.values()
         score, select = part.score, part.select
