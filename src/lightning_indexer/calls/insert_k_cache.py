@@ -84,8 +84,9 @@ class _Plan(NamedTuple):
 def _run(call: InsertCall) -> None:
     k, kv_cache, slots, layout, steps, backend = call
     facts = common.facts(
-        OPERATION, (k, kv_cache, slots, *steps.tensors), layout, steps.norm_eps, steps.rope, steps.interleaved,
-        steps.hadamard, backend, envs.selection(), assumed(),
+        OPERATION, (k, kv_cache, slots, *steps.tensors), layout, steps.norm_eps.__class__, steps.norm_eps, steps.rope,
+        steps.interleaved.__class__, steps.interleaved, steps.hadamard.__class__, steps.hadamard, backend,
+        envs.selection(), assumed(),
     )  # fmt: skip
     plan = None if facts is None else common.PLANS.get(facts)
     if common.functorch() is not None or common.tracing() is not None or forward_ad._current_level >= 0:

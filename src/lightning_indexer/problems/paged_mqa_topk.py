@@ -9,7 +9,7 @@ import torch
 from lightning_indexer.arch import Arch
 from lightning_indexer.problems import one_call, paged_mqa_logits
 from lightning_indexer.problems.cache_layout import CacheLayout
-from lightning_indexer.problems.checks import as_int, shape_of
+from lightning_indexer.problems.checks import as_int, check_tensor, shape_of
 from lightning_indexer.problems.mqa_logits import row_stride
 from lightning_indexer.problems.one_call import WORKSPACE_BYTES, OneCallProblem
 from lightning_indexer.problems.paged_mqa_logits import (
@@ -121,14 +121,11 @@ def validate(call: PagedMqaTopKArguments) -> PagedMqaTopKArguments:
 
 def _longest(call: PagedMqaTopKArguments) -> int:
     """What the block table can hold; the scoring's own checks say what is wrong with operands of other shapes."""
-    page = call.layout.page if isinstance(call.layout, CacheLayout) else None
-    for name, rank in (("block_tables", 2), ("kv_cache", 3)):
-        tensor = getattr(call, name)
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
-        if tensor.dim() < rank:
-            raise ValueError(f"{name}: got shape {shape_of(tensor)}, expected {rank} dimensions or more")
-    return int(call.block_tables.shape[1]) * int(as_int("layout.page", page or call.kv_cache.shape[1]))
+    check_tensor("block_tables", call.block_tables, (torch.int32,), ": pass block_tables.to(torch.int32)")
+    if call.block_tables.dim() != 2:
+        raise ValueError(f"block_tables: got shape {shape_of(call.block_tables)}, expected [B, max_blocks]")
+    layout = call.layout if isinstance(call.layout, CacheLayout) else CacheLayout.implied(call.kv_cache)
+    return int(call.block_tables.shape[1]) * int(as_int("layout.page", layout.page))
 
 
 def _tables_of_rows(call: PagedMqaTopKArguments) -> torch.Tensor:
