@@ -58,8 +58,10 @@ class Arch:
         """The arch of that name.
 
         Raises:
-            ValueError: no such arch; the message lists the known ones.
+            TypeError, ValueError: no such arch; the message lists the known ones.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"arch: got {type(name).__name__}, expected one of {', '.join(_TABLE)}")
         try:
             return _TABLE[name]
         except KeyError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import numpy as np
@@ -11,8 +12,12 @@ import torch.distributed
 
 from helpers import int32
 from lightning_indexer import (
+    Arch,
     BackendUnavailableError,
     CacheLayout,
+    MqaLogitsProblem,
+    explain,
+    fp4,
     fp8_mqa_logits,
     fp8_mqa_topk,
     fp8_paged_mqa_logits,
@@ -21,7 +26,11 @@ from lightning_indexer import (
     insert_k_cache,
     plan_chunks,
     prepare_q,
+    quantize_k,
+    quantize_q,
+    support_table,
     top_k_per_row,
+    windows_from_mask,
 )
 from lightning_indexer.distributed import (
     KeySharding,
@@ -168,6 +177,39 @@ def test_odd_arguments_are_refused_by_name(call, right):
                 what = f"{odd.dtype} {list(odd.shape)}" if dense else repr(odd)[:60]
                 faults.append(f"{name}={what}: {fault[:200]}")
     assert not faults, "\n".join(faults)
+
+
+SPARSE = torch.zeros(2, 2).to_sparse()
+CODES, BYTES = torch.zeros(3, 64, dtype=torch.uint8), torch.zeros(3, 4, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("call", "names", "odd"),
+    [
+        (quantize_q, ("q",), (None, *NOTHING[:6], torch.zeros(3, dtype=torch.int8), SPARSE)),
+        (quantize_k, ("k",), (*NOTHING, SPARSE)),
+        (windows_from_mask, ("mask",), (*NOTHING, SPARSE)),
+        (fp4.quantize_fp4, ("x",), (*NOTHING, SPARSE, torch.ones(3, 33), CODES, torch.ones(2, 0))),
+        *(
+            (
+                functools.partial(call, **{other: right}),
+                ("values", "scales"),
+                (*NOTHING, SPARSE, CODES[:2], CODES.int()),
+            )
+            for call in (fp4.dequantize_fp4, fp4.fp4_to_fp8, fp4.spread)
+            for other, right in (("values", CODES), ("scales", BYTES))
+        ),
+        (functools.partial(explain, MqaLogitsProblem(4, 4, 8, 64)), ("arch",), (*NOTHING, None)),
+        (functools.partial(explain, arch="sm90"), ("problem",), (*NOTHING, None)),
+        (support_table, ("problem",), NOTHING),
+        (Arch.parse, ("arch",), (*NOTHING, None)),
+    ],
+)
+def test_helpers_name_what_is_wrong(call, names, odd):
+    free = [name for name in names if name not in getattr(call, "keywords", {})]
+    for value in odd:
+        with pytest.raises((TypeError, ValueError), match=rf"^({'|'.join(names)}): got "):
+            call(**{free[0]: value}) if len(names) > 1 else call(value)
 
 
 @pytest.mark.parametrize("make", [KeySharding.even, KeySharding.zigzag, KeySharding.interleaved])
