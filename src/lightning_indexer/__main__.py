@@ -10,8 +10,6 @@ def main() -> None:
     """Runs the command line; says what to install where its packages are missing."""
     try:
         from lightning_indexer.cli.app import app
-    except KeyboardInterrupt:  # while PyTorch is imported, which takes seconds
-        sys.exit(130)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("typer", "rich", "click"):
             raise

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from faulty import FaultyBackend, install, one_percent_high
-from lightning_indexer import __main__
 from lightning_indexer.bench import sweep
 from lightning_indexer.check import device, wrong
 from lightning_indexer.check.cases import Case
@@ -184,17 +183,6 @@ def test_a_full_disk_is_said():
             stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "lightning-indexer: standard output: No space left on device\n")
-
-
-def test_stopped_while_it_imports(monkeypatch):
-    def stop(name, *rest):
-        raise KeyboardInterrupt
-
-    monkeypatch.delitem(sys.modules, "lightning_indexer.cli.app", raising=False)
-    monkeypatch.setattr("builtins.__import__", stop)
-    with pytest.raises(SystemExit) as stopped:
-        __main__.main()
-    assert stopped.value.code == 130
 
 
 def test_a_file_that_is_no_text(tmp_path):

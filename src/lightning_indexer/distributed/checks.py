@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -12,6 +12,7 @@ from lightning_indexer.fp8 import FP8_DTYPES
 from lightning_indexer.problems.checks import as_bool, as_int, check_pair, check_tensor, shape_of
 from lightning_indexer.problems.top_k import MAX_K, Order
 
+_BASES, _ORDERS, _EXCHANGES = ("row", "absolute"), get_args(Order), get_args(Exchange)
 _OPERANDS = (*FP8_DTYPES, torch.bfloat16)
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -88,15 +89,10 @@ def check_options(
     """
     if not isinstance(sharding, KeySharding):
         raise TypeError(f"sharding: got {type(sharding).__name__}, expected a KeySharding")
-    known: tuple[tuple[str, Any, tuple[object, ...]], ...] = (
-        ("index_base", index_base, ("row", "absolute")),
-        ("order", order, get_args(Order)),
-        ("exchange", exchange, (None, *get_args(Exchange))),
-    )
-    for name, given, kinds in known:
-        if not isinstance(given, (str, type(None))) or given not in kinds:
-            expected = ", ".join(str(kind) for kind in kinds if kind is not None)
-            raise ValueError(f"{name}: got {given!r}, expected one of {expected}")
+    chosen = (("index_base", index_base, _BASES), ("order", order, _ORDERS))
+    for name, given, kinds in chosen if exchange is None else (*chosen, ("exchange", exchange, _EXCHANGES)):
+        if not isinstance(given, str) or given not in kinds:
+            raise ValueError(f"{name}: got {given!r}, expected one of {', '.join(kinds)}")
     as_bool("values", values)
     if logits_bytes is not None and as_int("logits_bytes", logits_bytes) < 1:
         raise ValueError(f"logits_bytes: got {logits_bytes}, expected at least 1")

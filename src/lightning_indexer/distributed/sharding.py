@@ -110,6 +110,8 @@ class KeySharding:
         Raises:
             TypeError, ValueError: it is none of the group.
         """
+        if type(rank) is int and 0 <= rank < self.ranks:
+            return rank
         number = _count("rank", rank, 0)
         if number >= self.ranks:
             raise ValueError(f"rank: got {number}, expected 0 to {self.ranks - 1}")
