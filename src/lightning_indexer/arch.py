@@ -58,8 +58,10 @@ class Arch:
         """The arch of that name.
 
         Raises:
-            ValueError: no such arch; the message lists the known ones.
+            TypeError, ValueError: no such arch; the message lists the known ones.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"arch: got {type(name).__name__}, expected one of {', '.join(_TABLE)}")
         try:
             return _TABLE[name]
         except KeyError:
@@ -73,7 +75,6 @@ class Arch:
 
 KIB = 1024
 MIB = 1024 * KIB
-_HOPPER = ("16x8x32", "64x256x32")
 _CDNA3 = ("16x16x32", "32x32x16")
 _CDNA4 = (*_CDNA3, "16x16x128", "32x32x64")  # the last two with block scales, `v_mfma_scale_f32_*_f8f6f4`
 

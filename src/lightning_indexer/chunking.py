@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +188,8 @@ def plan_chunks(
     if max_gather_keys is not None:
         max_gather_keys = _as_int("max_gather_keys", max_gather_keys, 1)
     compress_ratio = _as_int("compress_ratio", compress_ratio, 1)
+    if compress_ratio > MAX_KEYS:
+        raise ValueError(f"compress_ratio: got {compress_ratio}, expected at most {MAX_KEYS}")
     bytes_per_logit = _as_int("bytes_per_logit", bytes_per_logit, 1)
     if bytes_per_logit not in (2, 4):
         raise ValueError(f"bytes_per_logit: got {bytes_per_logit}, expected 2 (bfloat16) or 4 (float32)")
@@ -263,7 +265,11 @@ def parse_requests(text: str) -> list[Request]:
 def _as_pairs(requests: Any) -> Sequence[Any]:
     """A list of lengths out of a tensor or an array; anything else as it is."""
     if not hasattr(requests, "tolist"):
-        return requests  # type: ignore[no-any-return]
+        if not isinstance(requests, Iterable):
+            raise TypeError(f"requests: got {type(requests).__name__}, expected a sequence of (context, new)")
+        return requests  # type: ignore[return-value]
+    if getattr(requests, "is_meta", False):
+        raise ValueError("requests: got a tensor on meta, expected one that holds its lengths")
     shape, dtype = list(requests.shape), str(requests.dtype)
     if len(shape) != 2 or shape[1] != 2:
         raise ValueError(f"requests: got shape {shape}, expected [requests, 2], each row (context, new)")

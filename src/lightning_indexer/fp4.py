@@ -38,7 +38,8 @@ def quantize_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: another D.
     """
-    if x.shape[-1] % BLOCK:
+    _check("x", x, (torch.float32, torch.bfloat16, torch.float16))
+    if not x.shape[-1] or x.shape[-1] % BLOCK:
         raise ValueError(f"x: got D={x.shape[-1]}, expected a multiple of {BLOCK}")
     blocks = _blocks(x.float())
     amax = blocks.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(dim=-1).clamp(min=MIN_AMAX)
@@ -61,6 +62,7 @@ def dequantize_fp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., D] float32.
     """
+    _check_rows(values, scales)
     nibbles = _nibbles(values)
     scale = _exponents(scales)
     value = _blocks(_e2m1(nibbles)) * scale[..., None]
@@ -91,6 +93,7 @@ def fp4_to_fp8(
     """
     if dtype not in FP8_DTYPES:
         raise TypeError(f"dtype: got {dtype}, expected {' or '.join(map(str, FP8_DTYPES))}")
+    _check_rows(values, scales)
     blocks = _blocks(_e2m1(_nibbles(values)))
     codes = scales.view(torch.uint8).to(torch.int32)
     used = torch.where((blocks != 0).any(dim=-1), codes, -1)
@@ -111,10 +114,30 @@ def spread(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
     :func:`fp4_to_fp8` is exact up to ``EXACT_SPREAD``. Above, it may be.
     """
+    _check_rows(values, scales)
     some = _blocks((values.view(torch.uint8) & 0x77) != 0, BLOCK // 2).any(dim=-1)
     codes = scales.view(torch.uint8).to(torch.int32)
     high, low = torch.where(some, codes, -1).amax(dim=-1), torch.where(some, codes, 256).amin(dim=-1)
     return (high - low).clamp(min=0)
+
+
+def _check(name: str, given: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(given, torch.Tensor) or given.layout is not torch.strided or given.is_nested:
+        raise TypeError(f"{name}: got {type(given).__name__}, expected a dense torch.Tensor")
+    if given.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {given.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if given.dim() < 1:
+        raise ValueError(f"{name}: got shape [], expected [..., D] or its bytes")
+
+
+def _check_rows(values: torch.Tensor, scales: torch.Tensor) -> None:
+    _check("values", values, (torch.uint8, torch.int8, FP4))
+    _check("scales", scales, (torch.uint8, torch.int8, torch.float8_e8m0fnu))
+    shape = (*values.shape[:-1], values.shape[-1] * 2 // BLOCK)
+    if values.shape[-1] * 2 % BLOCK or tuple(scales.shape) != shape:
+        raise ValueError(
+            f"scales: got shape {list(scales.shape)}, expected {list(shape)}, a byte for {BLOCK} channels of values"
+        )
 
 
 def _blocks(x: torch.Tensor, size: int = BLOCK) -> torch.Tensor:

@@ -212,6 +212,8 @@ def _power_of_two_above(scale: torch.Tensor) -> torch.Tensor:
 def _check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a torch.Tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        raise TypeError(f"{name}: got a sparse or nested tensor, expected a dense one")
     if value.dtype not in dtypes:
         raise TypeError(f"{name}: got dtype {value.dtype}, expected {_names(dtypes)}")
 

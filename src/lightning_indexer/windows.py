@@ -26,6 +26,8 @@ def windows_from_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"mask: got {type(mask).__name__}, expected a torch.Tensor")
+    if mask.layout is not torch.strided or mask.is_nested:
+        raise TypeError("mask: got a sparse or nested tensor, expected a dense one")
     if mask.dtype is not torch.bool and not mask.is_floating_point():
         raise TypeError(f"mask: got dtype {mask.dtype}, expected torch.bool or an additive mask of 0 and -inf")
     if mask.dim() < 2:

@@ -15,7 +15,8 @@ from lightning_indexer.backends.cuda_sm90.config import SHARED_LIMIT
 from lightning_indexer.backends.row_waves import Waves
 from lightning_indexer.cuda import nvrtc
 from lightning_indexer.problems.mqa_logits import MqaLogitsProblem
-from lightning_indexer.problems.mqa_topk import WORKSPACE_BYTES, MqaTopKProblem
+from lightning_indexer.problems.mqa_topk import MqaTopKProblem
+from lightning_indexer.problems.one_call import WORKSPACE_BYTES
 from lightning_indexer.problems.top_k import TopKProblem
 
 # On one worker: the tests look at the same kernels.

@@ -392,7 +392,7 @@ def test_verify_names_what_was_dropped_for_memory(monkeypatch):
         (("--heads", "7"), "no case has these heads, head dims and windows"),
         (("--heads", "many"), "--heads"),
         (("--device", "meta"), "--device: got 'meta', expected cpu, cuda or cuda:INDEX"),
-        (("--device", "warp"), "--device: "),
+        (("--device", "warp"), "--device: got 'warp', expected cpu, cuda or cuda:INDEX"),
         (("--device", "cuda"), "--device: got 'cuda', and PyTorch sees no GPU here"),
     ],
 )

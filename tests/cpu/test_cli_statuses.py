@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from lightning_indexer.check import device, wrong
 from lightning_indexer.check.cases import Case
 from lightning_indexer.e2e import run as e2e_run
 from lightning_indexer.selection import registry
-from processes import python
+from processes import environment, python
 from verbs import WRONG, fake_sweep, fake_verify, replace_work, run, words
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -172,3 +173,20 @@ def test_a_reader_that_goes_away_takes_nothing_from_the_status():
     command = f"set -o pipefail; {sys.executable} -m lightning_indexer info | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_said():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lightning_indexer", "plan", "--request", "10:5"], env=environment(), stdout=full,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "lightning-indexer: standard output: No space left on device\n")
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    result = run("plot", str(tmp_path / "bytes.json"), width=200)
+    assert result.exit_code == 2
+    assert "bytes.json: is no text in UTF-8" in " ".join(result.output.replace("│", " ").split())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 import runpy
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +118,80 @@ def test_runs_of_layers_are_those_of_their_page():
         for a, b in zip(steps[::2], steps[1::2], strict=True):
             case, times = f"| {a['context']} | {a['batch']} |", f"{a['step_ms']:.3f}, {b['step_ms']:.3f}"
             assert a["batch"] == 8 or f"{case} {times} |" in text, a
+
+
+def test_options_that_pages_name_are_those_of_their_verbs():
+    verbs = typer.main.get_command(app).commands
+    for page in [*PAGES, ROOT / "RELEASING.md", ROOT / "Makefile", *(ROOT / ".github").rglob("*.yml")]:
+        text = re.sub(r"\\\n\s*", " ", page.read_text())
+        if page.suffix == ".md":  # a command in prose may go on in the next line
+            text = re.sub(r"`[^`\n]+\n[^`\n]+`", lambda match: match[0].replace("\n", " "), text)
+        for verb, rest in re.findall(r"lightning[-_]indexer ([a-z][a-z0-9-]*)((?: [^`|;#\n]*)?)", text):
+            if verb not in verbs:
+                continue
+            known = {"-h", "--help", *(o for p in verbs[verb].params for o in (*p.opts, *p.secondary_opts))}
+            named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest))
+            assert named <= known, f"{page.name}: {verb} {sorted(named - known)}"
+
+
+def test_files_that_pages_name_are_there():
+    folders = ("src", "packages", "tests", "scripts", "examples", "docs", ".github")
+    paths = [*ROOT.glob("*.*"), *(path for folder in folders for path in (ROOT / folder).rglob("*.*"))]
+    files = {f"/{path.relative_to(ROOT)}" for path in paths}
+    missing = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in PAGES
+        if page.name != "adding-a-backend.md"  # which writes one that is not here
+        for name in set(re.findall(r"`([\w./-]+\.(?:py|cuh|hip|h|md|sh|json|toml))`", page.read_text()))
+        if not any(file.endswith(f"/{name}") for file in files)
+    ]
+    assert not missing
+
+
+LOGS = ("lightning_indexer.transformers",)
+
+
+def test_names_that_pages_give_are_there():
+    for page in PAGES:
+        for name in sorted(set(re.findall(r"`((?:lightning_indexer|cdna_sim)(?:\.\w+)+)[`(]", page.read_text()))):
+            if name not in LOGS:
+                pkgutil.resolve_name(name)  # raises where there is none
+
+
+def ratios(name: str, ours: str, other: str, case: tuple[str, ...]) -> dict[tuple, float]:
+    """Time of the other over ours, by case, as recorded."""
+    rows = json.loads((DOCS / "results" / f"{name}.json").read_text())["rows"]
+    times = [{tuple(r[c] for c in case): r["median_us"] for r in rows if r["contender"] == of} for of in (ours, other)]
+    return {each: times[1][each] / us for each, us in times[0].items() if us and times[1].get(each)}
+
+
+def test_numbers_of_the_readme_are_recorded():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    mean = statistics.geometric_mean
+
+    scores = ratios("h200-scores", "cuda-sm90", "deep_gemm", ("window", "heads", "s_q", "s_k", "form"))
+    assert f"over {len(scores)} shapes `cuda-sm90` takes 1/{mean(scores.values()):.2f} of DeepGEMM's time" in text
+    wins = sum(ratio > 1 for ratio in scores.values())
+    assert f"{wins} of {len(scores)} faster, up to {max(scores.values()):.1f}x" in text
+
+    case = ("rows", "width", "k", "window", "ties")
+    sglang, flashinfer, topk = (
+        ratios("h200-top_k", "cuda-sm90", peer, case) for peer in ("sglang", "flashinfer", "torch.topk")
+    )
+    assert all(ratio >= 1 for peer in (sglang, flashinfer, topk) for ratio in peer.values())
+    assert f"behind no peer on any of {len(sglang)} shapes; geomean {mean(sglang.values()):.2f}x SGLang" in text
+    assert f"{mean(flashinfer.values()):.1f}x FlashInfer, {mean(topk.values()):.0f}x `torch.topk`" in text
+
+    decode = ratios("h200-decode", "cuda-sm90", "deep_gemm", ("batch", "next_n", "context", "heads"))
+    assert f"{mean(decode.values()):.2f}x DeepGEMM, its schedule kernel not counted, over {len(decode)} shapes" in text
+    assert f"geomean; {min(decode.values()):.2f}x to {max(decode.values()):.2f}x" in text
+
+    one = ratios("h200-one-call", "cuda-sm90", "deep_gemm + sglang", ("rows", "keys", "heads"))
+    assert f"{min(one.values()):.2f}x to {max(one.values()):.2f}x DeepGEMM and SGLang's top-k" in text
+    two = ratios("h200-one-call", "cuda-sm90", "two calls, cuda-sm90", ("rows", "keys", "heads"))
+    assert all(ratio > 1 for (_, keys, _), ratio in two.items() if keys >= 65536)
+    assert all(0.95 <= ratio <= 1.05 for (_, keys, _), ratio in two.items() if keys == 32768)
+    assert min(two.values()) > 0.9, "up to 10% faster"
 
 
 # Examples

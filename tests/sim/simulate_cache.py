@@ -33,11 +33,12 @@ def simulate(arch: Arch, module, check, case, number: int) -> list[str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     arch = Arch.parse(sys.argv[1])
+    dtype = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
     for module, check in (
         (insert_k_cache, insert_check),
         (gather_k_cache, gather_check),
         (prepare_q, prepare_check),
     ):
-        for number, case in enumerate(check.simulated_cases(arch.fp8 == "fnuz")):
+        for number, case in enumerate(check.simulated_cases(dtype)):
             faults = simulate(arch, module, check, case, number)
             print(f"{case}: {'; '.join(faults) or 'passes'}", flush=True)

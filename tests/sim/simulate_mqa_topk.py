@@ -10,7 +10,8 @@ from lightning_indexer import Arch
 from lightning_indexer.amd import simulation
 from lightning_indexer.backends.triton_portable.top_k import TopKConfig
 from lightning_indexer.check.mqa_topk import Case, make_operands
-from lightning_indexer.problems.mqa_topk import MqaTopKCall, reference_mqa_topk, unwritten
+from lightning_indexer.problems.mqa_topk import MqaTopKCall, reference_mqa_topk
+from lightning_indexer.problems.one_call import unwritten
 from lightning_indexer.selection import registry
 
 # A list and a block that compile in a second.

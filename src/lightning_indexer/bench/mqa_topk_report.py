@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_indexer.bench.mqa_topk import TWO, Case, Row
+from lightning_indexer.bench.overview import best_peer, number
 from lightning_indexer.bench.report import table, write_files
 
 NAME = "bench-fp8_mqa_topk"
@@ -34,14 +35,13 @@ def overview(rows: Sequence[Row], backends: Sequence[str]) -> list[str]:
     body = []
     for case in dict.fromkeys(row.case for row in rows):
         mine = {row.contender: row for row in rows if row.case == case}
-        timed = [row for name, row in mine.items() if row.median and name.removeprefix(TWO) not in backends]
-        best = min(timed, key=lambda row: row.median or 0.0) if timed else None
+        best = best_peer(row for name, row in mine.items() if name.removeprefix(TWO) not in backends)
         for backend in backends:
             one, two = mine[backend].median, mine[TWO + backend].median
             floor = mine[backend].floor
             body.append((
-                str(case), backend, _number(floor), _number(one), _ratio(one, floor), _number(two), _ratio(two, one),
-                best.contender if best else "-", _number(best.median if best else None),
+                str(case), backend, number(floor), number(one), _ratio(one, floor), number(two), _ratio(two, one),
+                best.contender if best else "-", number(best.median if best else None),
                 _ratio(best.median if best else None, one),
             ))  # fmt: skip
     return table(
@@ -79,13 +79,9 @@ def _cells(row: Row) -> tuple[str, ...]:
         return (str(row.case), row.contender, row.note, "", "", "", "")
     return (
         str(row.case), row.contender, f"{row.median:.1f}", f"{row.p20:.1f}-{row.p80:.1f}",
-        _ratio(row.median, row.floor), _number(row.host),
+        _ratio(row.median, row.floor), number(row.host),
         "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.0f}",
     )  # fmt: skip
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
 
 
 def _ratio(value: float | None, other: float | None) -> str:

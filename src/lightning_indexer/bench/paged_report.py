@@ -33,8 +33,7 @@ def markdown(
     clock = "median of runs with the L2 flushed, permuted blocks of a pool larger than it" if on_gpu else "median"
     lines = [
         "# lightning-indexer bench: fp8_paged_mqa_logits", "", *(f"- {name}: {value}" for name, value in facts.items()),
-        f"- measured ceilings: {ceilings.product_name} matrix product {ceilings.product_tflops:.4g} TFLOP/s,"
-        f" copy {ceilings.copy_gbs:.4g} GB/s",
+        f"- measured ceilings: {ceilings}",
         f"- times: microseconds, {clock}; floor: (D + 4) bytes a key at the copy's rate, or 2*H*D FLOP a row and key at"
         " the product's, whichever is longer; columns behind the lengths are not written",
         *(f"- {note}" for note in notes), "", *overview(rows, backends), "",
@@ -57,10 +56,7 @@ def write(
     facts: dict[str, str],
 ) -> list[Path]:
     """Writes the report, CSV and JSON into ``folder``; returns their paths."""
-    measured = {
-        "product": ceilings.product_name, "product_tflops": ceilings.product_tflops, "copy_gbs": ceilings.copy_gbs,
-    }  # fmt: skip
-    document = {"environment": facts, "ceilings": measured}
+    document = {"environment": facts, "ceilings": ceilings.record()}
     return write_files(folder, NAME, text, records(rows), summaries, document)
 
 

@@ -29,7 +29,10 @@ def load(path: Path) -> Document:
         ValueError: no such document.
         OSError: the file cannot be read.
     """
-    text = path.read_text()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is no text in UTF-8") from None
     if path.suffix == ".md":
         found = re.findall(r"^```json\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
         if not found:

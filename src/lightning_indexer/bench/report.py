@@ -97,8 +97,7 @@ def markdown(
     clock = "median of runs with the L2 flushed" if on_gpu else "median"
     lines = ["# lightning-indexer bench", "", *(f"- {name}: {value}" for name, value in facts.items())]
     lines += [
-        f"- measured ceilings: {ceilings.product_name} matrix product {ceilings.product_tflops:.4g} TFLOP/s,"
-        f" copy {ceilings.copy_gbs:.4g} GB/s",
+        f"- measured ceilings: {ceilings}",
         f"- times: microseconds, {clock}; FLOP = 2*H*D*(positions inside windows)",
         *(f"- {note}" for note in notes),
         "",
@@ -192,12 +191,8 @@ def write(
     facts: dict[str, str],
 ) -> list[Path]:
     """Writes bench.md, bench.csv and bench.json into ``folder``; returns their paths."""
-    measured = {
-        "product": ceilings.product_name,
-        "product_tflops": ceilings.product_tflops,
-        "copy_gbs": ceilings.copy_gbs,
-    }
-    return write_files(folder, "bench", text, records(rows), summaries, {"environment": facts, "ceilings": measured})
+    document = {"environment": facts, "ceilings": ceilings.record()}
+    return write_files(folder, "bench", text, records(rows), summaries, document)
 
 
 def write_files(

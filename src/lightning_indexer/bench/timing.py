@@ -37,6 +37,13 @@ class Ceilings:
     product_tflops: float
     copy_gbs: float
 
+    def __str__(self) -> str:
+        return f"{self.product_name} matrix product {self.product_tflops:.4g} TFLOP/s, copy {self.copy_gbs:.4g} GB/s"
+
+    def record(self) -> dict[str, str | float]:
+        """For JSON."""
+        return {"product": self.product_name, "product_tflops": self.product_tflops, "copy_gbs": self.copy_gbs}
+
 
 def measure(call: Callable[[], object], device: torch.device, budget_ms: float = 100.0) -> Timing:
     """Times ``call`` until about ``budget_ms`` are spent; on a GPU with the L2 cache flushed before each run."""

@@ -10,6 +10,7 @@ from lightning_indexer import envs
 from lightning_indexer.arch import arch_of, assumed
 from lightning_indexer.calls import common
 from lightning_indexer.problems.cache_layout import CacheLayout
+from lightning_indexer.problems.checks import check_pair
 from lightning_indexer.problems.gather_k_cache import (
     OPERATION,
     GatherCall,
@@ -65,6 +66,8 @@ def gather_k_cache(
         BackendUnavailableError: the backend asked for cannot run this call.
         NotImplementedError: an operand of ``torch.func``'s transforms, or ``torch.jit.trace``.
     """
+    if out is not None:
+        check_pair("out", out, "(k, kv_scale)")
     call = GatherCall(kv_cache, block_tables, cu_seq_lens, keys, layout, compress_ratio, dtype, out, backend)
     if torch.compiler.is_compiling() or common.dispatch_modes() or common.needs_operator(_tensors(call)):
         return _through_operator(call)
@@ -85,8 +88,8 @@ def _run(call: GatherCall) -> tuple[torch.Tensor, torch.Tensor]:
     kv_cache = call.kv_cache
     facts = common.facts(
         OPERATION, (kv_cache, call.block_tables, call.cu_seq_lens, *(call.out or (None, None))),
-        call.keys.__class__, call.keys, call.layout, call.compress_ratio, call.dtype, call.backend, envs.selection(),
-        assumed(),
+        call.keys.__class__, call.keys, call.layout, call.compress_ratio.__class__, call.compress_ratio, call.dtype,
+        call.backend, envs.selection(), assumed(),
     )  # fmt: skip
     plan = None if facts is None else common.PLANS.get(facts)
     if common.functorch() is not None or common.tracing() is not None:

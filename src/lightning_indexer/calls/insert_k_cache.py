@@ -52,7 +52,7 @@ def insert_k_cache(
         layout: how keys lie in the cache; None: ``CacheLayout(page, D)``, e4m3fn, flat with float32 scales.
         norm_weight, norm_bias: [D], LayerNorm's gain and bias; None: no LayerNorm, no bias.
         norm_eps: added to the variance.
-        positions: [T] int64 or int32, rows of ``cos_sin_cache``; None: no RoPE.
+        positions: [T] int64 or int32, rows of ``cos_sin_cache``, which is not checked; None: no RoPE.
         cos_sin_cache: [positions, rope_dim], the cosines of a position's rope_dim / 2 pairs, then their sines.
         rope: ``"first"`` or ``"last"``, the channels that are rotated.
         interleaved: pairs are channels (2i, 2i + 1) of them; else (i, i + rope_dim / 2).
@@ -84,8 +84,9 @@ class _Plan(NamedTuple):
 def _run(call: InsertCall) -> None:
     k, kv_cache, slots, layout, steps, backend = call
     facts = common.facts(
-        OPERATION, (k, kv_cache, slots, *steps.tensors), layout, steps.norm_eps, steps.rope, steps.interleaved,
-        steps.hadamard, backend, envs.selection(), assumed(),
+        OPERATION, (k, kv_cache, slots, *steps.tensors), layout, steps.norm_eps.__class__, steps.norm_eps, steps.rope,
+        steps.interleaved.__class__, steps.interleaved, steps.hadamard.__class__, steps.hadamard, backend,
+        envs.selection(), assumed(),
     )  # fmt: skip
     plan = None if facts is None else common.PLANS.get(facts)
     if common.functorch() is not None or common.tracing() is not None or forward_ad._current_level >= 0:

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from lightning_indexer import envs
 from lightning_indexer.arch import arch_of, assumed
 from lightning_indexer.calls import common
+from lightning_indexer.problems.checks import check_pair
 from lightning_indexer.problems.prepare_q import OPERATION, PrepareQCall, problem_of, validate
 from lightning_indexer.problems.transform import Rope, Steps
 from lightning_indexer.selection import registry
@@ -58,6 +59,8 @@ def prepare_q(
         BackendUnavailableError: the backend asked for cannot run this call.
         NotImplementedError: an operand of ``torch.func``'s transforms, a tangent, or ``torch.jit.trace``.
     """
+    if out is not None:
+        check_pair("out", out, "(q, weights)")
     steps = Steps(None, None, 1e-6, positions, cos_sin_cache, rope, interleaved, hadamard)
     call = PrepareQCall(q, weights, steps, dtype, power_of_two, fp4, weight_scale, out, backend)
     if torch.compiler.is_compiling() or common.dispatch_modes() or common.needs_operator(_tensors(call)):
@@ -76,9 +79,10 @@ class _Plan(NamedTuple):
 def _run(call: PrepareQCall) -> tuple[torch.Tensor, torch.Tensor]:
     q, steps = call.q, call.steps
     facts = common.facts(
-        OPERATION, (q, call.weights, *steps.tensors, *(call.out or (None, None))), steps.rope, steps.interleaved,
-        steps.hadamard, call.dtype, call.power_of_two, call.fp4, call.weight_scale.__class__, call.weight_scale,
-        call.backend, envs.selection(), assumed(),
+        OPERATION, (q, call.weights, *steps.tensors, *(call.out or (None, None))), steps.rope,
+        steps.interleaved.__class__, steps.interleaved, steps.hadamard.__class__, steps.hadamard, call.dtype,
+        call.power_of_two.__class__, call.power_of_two, call.fp4.__class__, call.fp4, call.weight_scale.__class__,
+        call.weight_scale, call.backend, envs.selection(), assumed(),
     )  # fmt: skip
     plan = None if facts is None else common.PLANS.get(facts)
     if common.functorch() is not None or common.tracing() is not None or forward_ad._current_level >= 0:

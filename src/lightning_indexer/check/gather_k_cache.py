@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from lightning_indexer.calls.gather_k_cache import gather_k_cache
-from lightning_indexer.check.cache import RowSuite, blocks_of_4_gib, layouts, pool
+from lightning_indexer.check.cache import blocks_of_4_gib, layouts, pool
+from lightning_indexer.check.suite import CaseSuite
 from lightning_indexer.fp4 import FP4
 from lightning_indexer.problems.cache_layout import CacheLayout
 from lightning_indexer.problems.gather_k_cache import (
@@ -118,15 +119,14 @@ def cases(full: bool) -> list[Case]:
     return found
 
 
-def simulated_cases(fnuz: bool) -> list[Case]:
+def simulated_cases(dtype: torch.dtype) -> list[Case]:
     """Few small cases of every kind of path, for kernels that run in the simulator."""
-    dtype = FNUZ if fnuz else FN
     return [
         Case(5, 40, CacheLayout(16, 128, "preshuffled", "ue8m0", dtype)),
         Case(3, 40, CacheLayout(64, 128), gap=12, ratio=4),
         Case(2, 40, CacheLayout(1, 128, dtype=dtype)),
         Case(2, 40, CacheLayout.fp4(64), dtype),
-        Case(2, 20, CacheLayout.fp4(64), FN if fnuz else FNUZ),
+        Case(2, 20, CacheLayout.fp4(64), FN if dtype is FNUZ else FNUZ),
         Case(2, 20, CacheLayout.fp4(64), FP4),
     ]
 
@@ -252,7 +252,7 @@ def _difference(found: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Ten
     return difference((found[0][~broken], found[1][~broken]), (right[0][~broken], right[1][~broken]))
 
 
-class GatherKCacheSuite(RowSuite):
+class GatherKCacheSuite(CaseSuite):
     """The suite of ``gather_k_cache``."""
 
     operation = OPERATION

@@ -16,7 +16,8 @@ from lightning_indexer.calls.gather_k_cache import gather_k_cache
 from lightning_indexer.calls.insert_k_cache import insert_k_cache
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.calls.paged_mqa_logits import fp8_paged_mqa_logits
-from lightning_indexer.check.cache import RowSuite, blocks_of_4_gib, layouts, pool
+from lightning_indexer.check.cache import blocks_of_4_gib, layouts, pool
+from lightning_indexer.check.suite import CaseSuite
 from lightning_indexer.fp4 import dequantize_fp4, quantize_fp4
 from lightning_indexer.fp8 import quantize_q, quantize_rows
 from lightning_indexer.problems.accuracy import calc_diff
@@ -113,9 +114,8 @@ def cases(full: bool) -> list[Case]:
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def simulated_cases(fnuz: bool) -> list[Case]:
+def simulated_cases(dtype: torch.dtype) -> list[Case]:
     """Few small cases of every kind of path, for kernels that run in the simulator."""
-    dtype = FNUZ if fnuz else FN
     return [
         Case(37, CacheLayout(64, 128, dtype=dtype)),
         Case(21, CacheLayout(16, 128, "preshuffled", "ue8m0", dtype), TRANSFORMS[2], gap=12),
@@ -300,7 +300,7 @@ def read_back(case: Case, inputs: Inputs, cache: torch.Tensor, backend: str | No
     return faults
 
 
-class InsertKCacheSuite(RowSuite):
+class InsertKCacheSuite(CaseSuite):
     """The suite of ``insert_k_cache``."""
 
     operation = OPERATION

@@ -14,22 +14,16 @@ from typing import Any
 
 import torch
 
-from lightning_indexer.arch import Arch
 from lightning_indexer.calls.mqa_logits import fp8_mqa_logits
 from lightning_indexer.calls.mqa_topk import fp8_mqa_topk
 from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.check.cases import Window, make_inputs, make_windows
+from lightning_indexer.check.suite import CaseSuite
 from lightning_indexer.check.top_k import PAGE_SIZE, Guarded
-from lightning_indexer.check.verify import Finding, SimulatedCase
+from lightning_indexer.check.verify import Finding
 from lightning_indexer.problems.mqa_logits import MqaLogitsProblem, row_stride
-from lightning_indexer.problems.mqa_topk import (
-    OPERATION,
-    WORKSPACE_BYTES,
-    MqaTopKProblem,
-    exact_operands,
-    keep,
-    reference_mqa_topk,
-)
+from lightning_indexer.problems.mqa_topk import OPERATION, MqaTopKProblem, reference_mqa_topk
+from lightning_indexer.problems.one_call import WORKSPACE_BYTES, exact_operands, keep
 from lightning_indexer.problems.top_k import IndexBase, Order, Tie, TopKProblem
 from lightning_indexer.selection import registry
 
@@ -311,16 +305,11 @@ def _call(case: Case, inputs: Inputs, backend: str) -> Found:
     return indices.view, values.view if values else None, faults
 
 
-class MqaTopKSuite:
+class MqaTopKSuite(CaseSuite):
     """The suite of ``fp8_mqa_topk``."""
 
     operation = OPERATION
-
-    def cases(self, *, full: bool) -> list[Case]:
-        return cases(full)
-
-    def problem(self, case: Case) -> MqaTopKProblem:
-        return case.problem
+    sweep, few, run = staticmethod(cases), staticmethod(simulated_cases), staticmethod(run_case)
 
     def bytes_needed(self, case: Case) -> int:
         # The logits of two calls, what marks their windows, the reference's chunks.
@@ -328,17 +317,3 @@ class MqaTopKSuite:
 
     def check(self, case: Case, backend: str, device: torch.device, *, repeats: int) -> Finding:
         return Finding(tuple(run_case(case, backend, device, repeats=min(repeats, 5))))
-
-    def simulated_cases(
-        self, arch: Arch, backends: Sequence[str], *, seed: int = 0, thorough: bool = False,
-        heads: Sequence[int] | None = None, head_dims: Sequence[int] | None = None,
-    ) -> list[SimulatedCase]:  # fmt: skip
-        dtype = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
-        return [
-            SimulatedCase(OPERATION, case, arch.name, backend, seed=seed + number)
-            for backend in backends
-            for number, case in enumerate(simulated_cases(dtype))
-        ]
-
-    def check_simulated(self, case: SimulatedCase) -> Finding:
-        return Finding(tuple(run_case(case.case, case.backend, torch.device("cpu"))))

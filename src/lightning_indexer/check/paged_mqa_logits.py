@@ -7,15 +7,15 @@ behind its length; repeats are bitwise the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from lightning_indexer.arch import Arch
 from lightning_indexer.calls.paged_mqa_logits import fp8_paged_mqa_logits
 from lightning_indexer.check.guarded import GuardedOutput
-from lightning_indexer.check.verify import Finding, SimulatedCase
+from lightning_indexer.check.suite import CaseSuite
+from lightning_indexer.check.verify import Finding
 from lightning_indexer.check.wrong import Wrong
 from lightning_indexer.fp4 import BLOCK, quantize_fp4
 from lightning_indexer.problems.accuracy import calc_diff
@@ -318,16 +318,11 @@ def compare(
     return faults
 
 
-class PagedMqaLogitsSuite:
+class PagedMqaLogitsSuite(CaseSuite):
     """The suite of ``fp8_paged_mqa_logits``."""
 
     operation = OPERATION
-
-    def cases(self, *, full: bool) -> list[Case]:
-        return cases(full)
-
-    def problem(self, case: Case) -> PagedMqaLogitsProblem:
-        return case.problem
+    sweep, few, run = staticmethod(cases), staticmethod(simulated_cases), staticmethod(run_case)
 
     def bytes_needed(self, case: Case) -> int:
         # The pool and what it is packed from, the reference's keys and scores, the result.
@@ -338,17 +333,3 @@ class PagedMqaLogitsSuite:
         wrong = Wrong()
         faults = run_case(case, backend, device, repeats=repeats, wrong=wrong)
         return Finding(tuple(faults), dtype=case.out_dtype, wrong=wrong.positions())
-
-    def simulated_cases(
-        self, arch: Arch, backends: Sequence[str], *, seed: int = 0, thorough: bool = False,
-        heads: Sequence[int] | None = None, head_dims: Sequence[int] | None = None,
-    ) -> list[SimulatedCase]:  # fmt: skip
-        dtype = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
-        return [
-            SimulatedCase(OPERATION, case, arch.name, backend, seed=seed + number)
-            for backend in backends
-            for number, case in enumerate(simulated_cases(dtype))
-        ]
-
-    def check_simulated(self, case: SimulatedCase) -> Finding:
-        return self.check(case.case, case.backend, torch.device("cpu"), repeats=0)

@@ -4,22 +4,21 @@ kinds, held against the two calls, bit for bit, and against the scores that the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lightning_indexer.arch import Arch
 from lightning_indexer.calls.mqa_topk import fp8_paged_mqa_topk
 from lightning_indexer.calls.paged_mqa_logits import fp8_paged_mqa_logits
 from lightning_indexer.calls.top_k import top_k_per_row
 from lightning_indexer.check import mqa_topk, paged_mqa_logits
 from lightning_indexer.check.paged_mqa_logits import Inputs
+from lightning_indexer.check.suite import CaseSuite
 from lightning_indexer.check.top_k import Guarded
-from lightning_indexer.check.verify import Finding, SimulatedCase
+from lightning_indexer.check.verify import Finding
 from lightning_indexer.problems.mqa_logits import row_stride
-from lightning_indexer.problems.mqa_topk import WORKSPACE_BYTES, keep
+from lightning_indexer.problems.one_call import WORKSPACE_BYTES, keep
 from lightning_indexer.problems.paged_mqa_logits import row_lengths
 from lightning_indexer.problems.paged_mqa_topk import OPERATION, PagedMqaTopKProblem, reference_paged_mqa_topk
 from lightning_indexer.problems.top_k import IndexBase, Order, Tie, TopKProblem
@@ -164,33 +163,14 @@ def _call(case: Case, inputs: Inputs, backend: str) -> tuple[torch.Tensor, torch
     return indices.view, values.view, indices.faults("indices") + values.faults("values")
 
 
-class PagedMqaTopKSuite:
+class PagedMqaTopKSuite(CaseSuite):
     """The suite of ``fp8_paged_mqa_topk``."""
 
     operation = OPERATION
-
-    def cases(self, *, full: bool) -> list[Case]:
-        return cases(full)
-
-    def problem(self, case: Case) -> PagedMqaTopKProblem:
-        return case.problem
+    sweep, few, run = staticmethod(cases), staticmethod(simulated_cases), staticmethod(run_case)
 
     def bytes_needed(self, case: Case) -> int:
         return paged_mqa_logits.PagedMqaLogitsSuite().bytes_needed(case.scored)
 
     def check(self, case: Case, backend: str, device: torch.device, *, repeats: int) -> Finding:
         return Finding(tuple(run_case(case, backend, device, repeats=min(repeats, 5))))
-
-    def simulated_cases(
-        self, arch: Arch, backends: Sequence[str], *, seed: int = 0, thorough: bool = False,
-        heads: Sequence[int] | None = None, head_dims: Sequence[int] | None = None,
-    ) -> list[SimulatedCase]:  # fmt: skip
-        dtype = torch.float8_e4m3fnuz if arch.fp8 == "fnuz" else torch.float8_e4m3fn
-        return [
-            SimulatedCase(OPERATION, case, arch.name, backend, seed=seed + number)
-            for backend in backends
-            for number, case in enumerate(simulated_cases(dtype))
-        ]
-
-    def check_simulated(self, case: SimulatedCase) -> Finding:
-        return Finding(tuple(run_case(case.case, case.backend, torch.device("cpu"))))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_indexer.calls.prepare_q import prepare_q
-from lightning_indexer.check.cache import RowSuite
+from lightning_indexer.check.suite import CaseSuite
 from lightning_indexer.problems.prepare_q import (
     OPERATION,
     PrepareQCall,
@@ -73,9 +73,9 @@ def cases(full: bool) -> list[Case]:
     return [Case(problem) for problem in found]
 
 
-def simulated_cases(fnuz: bool) -> list[Case]:
+def simulated_cases(dtype: torch.dtype) -> list[Case]:
     """Few small cases of every kind of path, for kernels that run in the simulator."""
-    usual = PrepareQProblem(3, 8, 128, out_dtype=FNUZ if fnuz else FN)
+    usual = PrepareQProblem(3, 8, 128, out_dtype=dtype)
     return [
         Case(usual),
         Case(usual._replace(transform=TRANSFORMS[1], power_of_two=True, weights_dtype=torch.bfloat16)),
@@ -130,7 +130,7 @@ def run_case(
     return faults
 
 
-class PrepareQSuite(RowSuite):
+class PrepareQSuite(CaseSuite):
     """The suite of ``prepare_q``."""
 
     operation = OPERATION

@@ -7,14 +7,14 @@ same; and a row's set is the same in another batch, at another stride and by ano
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from lightning_indexer.arch import Arch
 from lightning_indexer.calls.top_k import top_k_per_row
-from lightning_indexer.check.verify import Finding, SimulatedCase
+from lightning_indexer.check.suite import CaseSuite
+from lightning_indexer.check.verify import Finding
 from lightning_indexer.check.wrong import Wrong
 from lightning_indexer.problems.top_k import OPERATION, IndexBase, Order, Tie, TopKProblem, reference_top_k
 
@@ -320,16 +320,15 @@ def _in_another_batch(case: Case, inputs: Inputs, call: Call, indices: torch.Ten
     return [] if same else ["rows differ in another batch at another stride"]
 
 
-class TopKSuite:
+class TopKSuite(CaseSuite):
     """The suite of ``top_k_per_row``."""
 
     operation = OPERATION
+    sweep, run = staticmethod(cases), staticmethod(run_case)
 
-    def cases(self, *, full: bool) -> list[Case]:
-        return cases(full)
-
-    def problem(self, case: Case) -> TopKProblem:
-        return case.problem
+    @staticmethod
+    def few(_dialect: torch.dtype) -> list[Case]:
+        return simulated_cases()
 
     def bytes_needed(self, case: Case) -> int:
         # The logits, what made them, the reference's sort and positions.
@@ -339,16 +338,3 @@ class TopKSuite:
         wrong = Wrong()
         faults = run_case(case, backend, device, repeats=repeats, wrong=wrong)
         return Finding(tuple(faults), dtype=case.dtype, wrong=wrong.positions())
-
-    def simulated_cases(
-        self, arch: Arch, backends: Sequence[str], *, seed: int = 0, thorough: bool = False,
-        heads: Sequence[int] | None = None, head_dims: Sequence[int] | None = None,
-    ) -> list[SimulatedCase]:  # fmt: skip
-        return [
-            SimulatedCase(OPERATION, case, arch.name, backend, seed=seed + number)
-            for backend in backends
-            for number, case in enumerate(simulated_cases())
-        ]
-
-    def check_simulated(self, case: SimulatedCase) -> Finding:
-        return self.check(case.case, case.backend, torch.device("cpu"), repeats=0)

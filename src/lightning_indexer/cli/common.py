@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -67,7 +68,15 @@ def say(text: str = "") -> None:
     try:
         typer.echo(text)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+    except OSError as error:  # a full disk
+        _drop_output()
+        raise SystemExit(f"lightning-indexer: standard output: {error.strerror}") from None
+
+
+def _drop_output() -> None:
+    """What is still in the buffer goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def lines(texts: Iterable[str]) -> None:
@@ -134,12 +143,10 @@ def bad_parameter(option: str | None) -> Iterator[None]:
 def device(name: str | None) -> torch.device:
     """The device that ``--device`` names, made the current one; by default a GPU where there is one."""
     with bad_parameter("--device"):
-        try:
-            found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        except RuntimeError as error:
-            raise ValueError(str(error).splitlines()[0]) from None
-        if found.type not in ("cpu", "cuda"):
+        wanted = name or ("cuda" if torch.cuda.is_available() else "cpu")
+        if re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", wanted) is None:
             raise ValueError(f"got {name!r}, expected cpu, cuda or cuda:INDEX")
+        found = torch.device(wanted)
         if found.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"got {name!r}, and PyTorch sees no GPU here")
         if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():

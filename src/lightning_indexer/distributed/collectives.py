@@ -13,12 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_indexer.problems.checks import as_finite
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+# Of a timeout, in seconds: ten years.
+_LONGEST = 315_360_000
+
+
 class CollectiveError(RuntimeError):
     """Another rank of the group has failed, or did not come within the timeout. The group is of no more use."""
+
+
+def _seconds(timeout: float) -> float:
+    seconds = float(as_finite("timeout", timeout))
+    if not 0 < seconds <= _LONGEST:
+        raise ValueError(f"timeout: got {timeout}, expected more than 0 seconds, at most {_LONGEST}")
+    return seconds
 
 
 class Group:
@@ -29,11 +42,13 @@ class Group:
 
         if not dist.is_initialized():
             raise RuntimeError("group: torch.distributed is not initialised, expected init_process_group before")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: got {type(group).__name__}, expected a torch.distributed.ProcessGroup or None")
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank = dist.get_rank(self.group)
         self.ranks = dist.get_world_size(self.group)
         self.device = device
-        self.timeout = None if timeout is None else datetime.timedelta(seconds=timeout)
+        self.timeout = None if timeout is None else datetime.timedelta(seconds=_seconds(timeout))
         # Renamed in torch 2.13.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

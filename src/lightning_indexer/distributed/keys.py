@@ -12,12 +12,14 @@ import torch
 
 from lightning_indexer.calls.paged_mqa_logits import fp8_paged_mqa_logits
 from lightning_indexer.calls.top_k import top_k_per_row
+from lightning_indexer.distributed.checks import check_keys, check_options, check_rows, check_vector, check_windows
 from lightning_indexer.distributed.collectives import Group
 from lightning_indexer.distributed.merge import Candidates, Exchange, candidates, merge_top_k
 from lightning_indexer.distributed.selection import score_and_select
 from lightning_indexer.distributed.sharding import KeySharding, LocalWindows
 from lightning_indexer.problems.cache_layout import CacheLayout
-from lightning_indexer.problems.top_k import Order
+from lightning_indexer.problems.checks import as_int
+from lightning_indexer.problems.top_k import MAX_WIDTH, Order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,9 +69,15 @@ def top_k_of_sharded_keys(
         CollectiveError: another rank has failed or is late.
         TypeError, ValueError, BackendUnavailableError: as the two calls.
     """
+    k = check_options(
+        sharding, k, index_base=index_base, order=order, values=values, exchange=exchange, logits_bytes=logits_bytes
+    )
+    rows = check_rows(q, weights, 3)
+    check_keys(kv)
+    check_windows(windows, rows, q.device)
     team = Group(group, q.device, timeout)
     team.expect(sharding.ranks)
-    mine = candidates(q.shape[0], k, q.device)
+    mine = candidates(rows, k, q.device)
     score_and_select(
         q, kv, weights, windows, mine.indices, mine.values, logits_bytes=logits_bytes, backend=backend
     )  # fmt: skip
@@ -111,6 +119,11 @@ def paged_top_k_of_sharded_keys(
     Raises:
         As :func:`top_k_of_sharded_keys`.
     """
+    k = check_options(sharding, k, order=order, values=values, exchange=exchange)
+    check_rows(q, weights, 4)
+    check_vector("lengths", lengths, (tuple(q.shape[:2]),), q.device)
+    if not 0 <= as_int("max_length", max_length) <= MAX_WIDTH:
+        raise ValueError(f"max_length: got {max_length}, expected 0 to {MAX_WIDTH}: positions are int32")
     team = Group(group, q.device, timeout)
     team.expect(sharding.ranks)
     logits = fp8_paged_mqa_logits(
@@ -144,8 +157,6 @@ def _merged(
 
 def rebased(indices: torch.Tensor, origins: torch.Tensor | None, index_base: str) -> torch.Tensor:
     """Positions as indices of this base; -1 stays."""
-    if index_base not in ("row", "absolute"):
-        raise ValueError(f"index_base: got {index_base!r}, expected row or absolute")
     if origins is None or index_base == "absolute":
         return indices
     return torch.where(indices < 0, -1, indices - origins[:, None])

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from lightning_indexer.distributed.checks import check_keys, check_options, check_rows, check_vector
 from lightning_indexer.distributed.collectives import Group
 from lightning_indexer.distributed.keys import rebased
 from lightning_indexer.distributed.merge import of_packed, select_among
 from lightning_indexer.distributed.selection import score_and_select
 from lightning_indexer.distributed.sharding import KeySharding, LocalWindows, Located, landing, locate
+from lightning_indexer.problems.checks import as_int
 from lightning_indexer.problems.top_k import Order
 
 if TYPE_CHECKING:
@@ -86,9 +88,15 @@ def top_k_of_sharded_rows(
         CollectiveError: another rank has failed or is late.
         TypeError, ValueError, BackendUnavailableError: as the two calls.
     """
+    k = check_options(sharding, k, index_base=index_base, order=order, values=values, logits_bytes=logits_bytes)
+    rows = check_rows(q, weights, 3)
+    check_keys(kv)
+    for name, bound in (("cu_seqlen_ks", cu_seqlen_ks), ("cu_seqlen_ke", cu_seqlen_ke)):
+        check_vector(name, bound, ((rows,), (rows, 1)), q.device)
+    if rows_in_pieces is not None and as_int("rows_in_pieces", rows_in_pieces) < 0:
+        raise ValueError(f"rows_in_pieces: got {rows_in_pieces}, expected at least 0")
     team = Group(group, q.device, timeout)
     team.expect(sharding.ranks)
-    rows = q.shape[0]
     if rows_in_pieces is None:
         rows_in_pieces = rows_while_gathering(rows, sharding.keys, q.shape[1], q.shape[2], team.ranks)
     whole = slice(0, max(0, rows - rows_in_pieces))

@@ -7,14 +7,16 @@ scores, by position, is the order of local indices.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from lightning_indexer.problems.checks import as_int, check_tensor, shape_of
 from lightning_indexer.problems.top_k import MAX_WIDTH
 
+_WHOLE = (torch.int32, torch.int64)
 Numbers = TypeVar("Numbers", int, torch.Tensor)
 
 
@@ -64,24 +66,27 @@ class KeySharding:
     @staticmethod
     def contiguous(sizes: Sequence[int]) -> KeySharding:
         """``sizes[r]`` positions on rank r, in the order of the ranks; any of them may be 0."""
+        if not isinstance(sizes, Iterable):
+            raise TypeError(f"sizes: got {type(sizes).__name__}, expected a sequence of ints, one a rank")
         runs, first = [], 0
-        for rank, size in enumerate(sizes):
-            if size < 0:
-                raise ValueError(f"sizes: got {size} for rank {rank}, expected at least 0")
-            runs.append(((first, int(size)),))
-            first += int(size)
+        for rank, given in enumerate(sizes):
+            size = _count(f"sizes[{rank}]", given, 0)
+            runs.append(((first, size),))
+            first += size
         return _checked(KeySharding(first, len(runs), runs=tuple(runs)))
 
     @staticmethod
     def even(keys: int, ranks: int) -> KeySharding:
         """Contiguous shards as ``torch.chunk`` and ``Shard(0)`` cut: ceil(N / ranks) each, the last ones fewer or 0."""
-        size = -(-keys // max(1, ranks))
+        keys, ranks = _count("keys", keys, 0), _count("ranks", ranks, 1)
+        size = -(-keys // ranks)
         return KeySharding.contiguous([max(0, min(size, keys - rank * size)) for rank in range(ranks)])
 
     @staticmethod
     def zigzag(keys: int, ranks: int) -> KeySharding:
         """Two chunks a rank, r and 2 * ranks - 1 - r: causal rows dealt out so are equal work."""
-        size, more = divmod(keys, 2 * max(1, ranks))
+        keys, ranks = _count("keys", keys, 0), _count("ranks", ranks, 1)
+        size, more = divmod(keys, 2 * ranks)
         chunks, first = [], 0
         for index in range(2 * ranks):
             chunks.append((first, size + (index < more)))
@@ -91,14 +96,26 @@ class KeySharding:
     @staticmethod
     def interleaved(keys: int, ranks: int, page: int = 1) -> KeySharding:
         """Pages of ``page`` positions in turn: position n lies on rank ``n // page % ranks``."""
-        if page < 1:
-            raise ValueError(f"page: got {page}, expected at least 1")
-        return _checked(KeySharding(keys, ranks, page))
+        keys, ranks = _count("keys", keys, 0), _count("ranks", ranks, 1)
+        return _checked(KeySharding(keys, ranks, _count("page", page, 1)))
 
     @property
     def ascending(self) -> bool:
         """True where every position of a rank is below those of the next."""
         return self.ranks == 1 or self._one_run
+
+    def check_rank(self, rank: int) -> int:
+        """The rank itself.
+
+        Raises:
+            TypeError, ValueError: it is none of the group.
+        """
+        if type(rank) is int and 0 <= rank < self.ranks:
+            return rank
+        number = _count("rank", rank, 0)
+        if number >= self.ranks:
+            raise ValueError(f"rank: got {number}, expected 0 to {self.ranks - 1}")
+        return number
 
     def size(self, rank: int) -> int:
         """Keys of a rank."""
@@ -111,6 +128,7 @@ class KeySharding:
 
     def below(self, positions: Numbers, rank: int) -> Numbers:
         """How many of the rank's keys lie below each position: a window's bound, in the rank's own numbering."""
+        rank = self.check_rank(rank)
         if self.page:
             turn = self.page * self.ranks
             inside = _clamp(positions, 0, self.keys)
@@ -120,6 +138,8 @@ class KeySharding:
 
     def position(self, local: torch.Tensor, rank: int) -> torch.Tensor:
         """Positions of a rank's own indices; -1 stays."""
+        rank = self.check_rank(rank)
+        check_tensor("local", local, _WHOLE)
         if self.page:
             page = local // self.page
             found = (page * self.ranks + rank) * self.page + local - page * self.page
@@ -132,6 +152,7 @@ class KeySharding:
 
     def local(self, positions: torch.Tensor, rank: int) -> torch.Tensor:
         """The rank's own indices of positions that it holds, -1 elsewhere: what its sparse attention reads."""
+        check_tensor("positions", positions, _WHOLE)
         at = self.below(positions, rank)
         held = (positions >= 0) & (self.below(positions + 1, rank) > at)
         return torch.where(held, at, -1)
@@ -144,10 +165,16 @@ class KeySharding:
             ends: int32 [M], likewise, exclusive.
             rank: of the group.
         """
-        local_ends = self.below(ends.reshape(-1), rank)
+        ends = _vector("ends", ends)
+        local_ends = self.below(ends, rank)
         if starts is None:
             return self.numbered(local_ends, rank)
-        starts = starts.reshape(-1)
+        starts = _vector("starts", starts)
+        if starts.shape != ends.shape or starts.device != ends.device:
+            raise ValueError(
+                f"starts: got shape {shape_of(starts)} on {starts.device}, expected {shape_of(ends)} on {ends.device}, "
+                "as ends"
+            )
         local_starts = self.below(starts, rank)
         numbering = None
         if self._one_run:
@@ -179,6 +206,10 @@ class KeySharding:
             next_n: rows of a sequence.
             rank: of the group.
         """
+        check_tensor("context_lens", context_lens, (torch.int32,), ": pass context_lens.to(torch.int32)")
+        next_n = _count("next_n", next_n, 1)
+        if context_lens.dim() != 1 and (context_lens.dim() != 2 or context_lens.shape[1] != next_n):
+            raise ValueError(f"context_lens: got shape {shape_of(context_lens)}, expected [B] or [B, {next_n}]")
         if context_lens.dim() == 1:
             step = torch.arange(1 - next_n, 1, dtype=torch.int32, device=context_lens.device)
             context_lens = context_lens[:, None] + step
@@ -236,12 +267,26 @@ def _tables(sharding: KeySharding, ranks: tuple[int, ...], device: torch.device)
 
 def _checked(sharding: KeySharding) -> KeySharding:
     if sharding.ranks < 1:
-        raise ValueError(f"ranks: got {sharding.ranks}, expected at least 1")
-    if not 0 <= sharding.keys <= MAX_WIDTH:
+        raise ValueError("sizes: got none, expected one a rank")
+    if sharding.keys > MAX_WIDTH:
         raise ValueError(f"keys: got {sharding.keys}, expected 0 to {MAX_WIDTH}: positions are int32")
     if sharding.page * sharding.ranks > MAX_WIDTH:
         raise ValueError(f"page: got {sharding.page}, expected at most {MAX_WIDTH // sharding.ranks}")
     return sharding
+
+
+def _count(name: str, given: object, least: int) -> int:
+    count = int(given) if isinstance(given, torch.Tensor) and given.dtype in _WHOLE and given.dim() == 0 else given
+    number = int(as_int(name, count))
+    if number < least:
+        raise ValueError(f"{name}: got {number}, expected at least {least}")
+    return number
+
+
+def _vector(name: str, bound: torch.Tensor) -> torch.Tensor:
+    """[M] of a window's bounds."""
+    check_tensor(name, bound, (torch.int32,), f": pass {name}.to(torch.int32)")
+    return bound.reshape(-1)
 
 
 def _clamp(value: Numbers, least: int, most: int) -> Numbers:

@@ -13,7 +13,7 @@ from lightning_indexer.fp8 import FP8_DTYPES
 from lightning_indexer.problems.cache_layout import SCALE_BYTES, CacheLayout
 from lightning_indexer.problems.checks import as_int, check_tensor, shape_of
 from lightning_indexer.problems.mqa_logits import row_stride
-from lightning_indexer.problems.mqa_topk import WORKSPACE_BYTES
+from lightning_indexer.problems.one_call import WORKSPACE_BYTES
 
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 

@@ -47,6 +47,22 @@ class CacheLayout(NamedTuple):
         """The layout of MXFP4 keys."""
         return CacheLayout(page, head_dim, "flat", "ue8m0", FP4)
 
+    @staticmethod
+    def implied(
+        kv_cache: torch.Tensor, head_dim: int | None = None, dtype: torch.dtype = torch.float8_e4m3fn
+    ) -> CacheLayout:
+        """Where a caller gives none: flat with float32 scales, the page of the cache's shape, and its D.
+
+        Raises:
+            TypeError, ValueError: no cache.
+        """
+        check_tensor("kv_cache", kv_cache, (torch.uint8,), ": pass kv_cache.view(torch.uint8)")
+        if kv_cache.dim() not in (3, 4) or kv_cache.shape[1] < 1 or kv_cache.shape[-1] <= SCALE_BYTES:
+            raise ValueError(f"kv_cache: got shape {shape_of(kv_cache)}, expected [blocks, page, 1, D + 4]")
+        return CacheLayout(
+            kv_cache.shape[1], kv_cache.shape[-1] - SCALE_BYTES if head_dim is None else head_dim, dtype=dtype
+        )
+
     @property
     def is_fp4(self) -> bool:
         """Values are e2m1, two a byte."""

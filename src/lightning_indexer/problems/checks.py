@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import numbers
 from collections.abc import Iterator
 
 import torch
@@ -65,6 +67,25 @@ def as_int(name: str, value: object) -> int | torch.SymInt:
     return int(value.__index__())
 
 
+def as_finite(name: str, value: object) -> float | torch.SymFloat:
+    """A finite number, NumPy's included; a bool is none.
+
+    Raises:
+        TypeError, ValueError: anything else.
+    """
+    if isinstance(value, torch.SymFloat):
+        return value
+    if isinstance(value, bool) or is_numpy_bool(value) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a float")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: got {value!r}, expected a finite number")
+    return number
+
+
 def as_bool(name: str, value: object) -> bool:
     """A bool, NumPy's included.
 
@@ -80,6 +101,19 @@ def is_numpy_bool(value: object) -> bool:
     """Without importing NumPy."""
     kind = type(value)
     return kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
+
+
+def check_pair(name: str, value: object, expected: str) -> None:
+    """Two tensors.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name}: got {type(value).__name__}, expected the pair {expected}")
+    for number, tensor in enumerate(value):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}[{number}]: got {type(tensor).__name__}, expected a torch.Tensor")
 
 
 def contiguous_vector(tensor: torch.Tensor, length: int) -> torch.Tensor:

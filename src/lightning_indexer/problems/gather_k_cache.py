@@ -102,12 +102,9 @@ def validate(call: GatherCall) -> GatherCall:
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what came and what was expected.
     """
-    check_tensor("kv_cache", call.kv_cache, (torch.uint8,), ": pass kv_cache.view(torch.uint8)")
     layout = call.layout
     if layout is None:
-        if call.kv_cache.dim() not in (3, 4):
-            raise ValueError(f"kv_cache: got shape {shape_of(call.kv_cache)}, expected [blocks, page, 1, D + 4]")
-        layout = CacheLayout(call.kv_cache.shape[1], call.kv_cache.shape[-1] - 4)
+        layout = CacheLayout.implied(call.kv_cache)
     elif not isinstance(layout, CacheLayout):
         raise TypeError(f"layout: got {type(layout).__name__}, expected a CacheLayout or None")
     layout.validate().check(call.kv_cache)
@@ -129,12 +126,15 @@ def validate(call: GatherCall) -> GatherCall:
     batch = call.block_tables.shape[0]
     if tuple(call.cu_seq_lens.shape) != (batch + 1,):
         raise ValueError(f"cu_seq_lens: got shape {shape_of(call.cu_seq_lens)}, expected [{batch + 1}]")
-    if as_int("compress_ratio", call.compress_ratio) < 1:
-        raise ValueError(f"compress_ratio: got {call.compress_ratio}, expected at least 1")
+    ratio: Any = as_int("compress_ratio", call.compress_ratio)
+    if not 1 <= ratio <= MAX_KEYS:
+        raise ValueError(f"compress_ratio: got {ratio}, expected 1 to {MAX_KEYS}")
     keys: Any = as_int("keys", call.keys)
     if not 0 <= keys <= MAX_KEYS:
         raise ValueError(f"keys: got {keys}, expected 0 to {MAX_KEYS}")
-    call = call._replace(cu_seq_lens=call.cu_seq_lens.contiguous(), keys=keys, layout=layout, dtype=dtype)
+    call = call._replace(
+        cu_seq_lens=call.cu_seq_lens.contiguous(), keys=keys, layout=layout, compress_ratio=ratio, dtype=dtype
+    )
     if call.out is not None:
         _check_out(call, call.out)
     return call
@@ -149,9 +149,7 @@ def results_of(call: GatherCall) -> tuple[tuple[tuple[int, ...], torch.dtype], t
     return ((call.keys, call.layout.head_dim), call.dtype), ((call.keys,), torch.float32)
 
 
-def _check_out(call: GatherCall, out: object) -> None:
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise TypeError(f"out: got {type(out).__name__}, expected the pair (k, kv_scale)")
+def _check_out(call: GatherCall, out: tuple[torch.Tensor, torch.Tensor]) -> None:
     for name, tensor, (shape, dtype) in zip(("out[0]", "out[1]"), out, results_of(call), strict=True):
         check_tensor(name, tensor, (dtype,))
         if tuple(tensor.shape) != shape or not tensor.is_contiguous():

@@ -84,11 +84,9 @@ def validate(call: InsertCall) -> InsertCall:
     """
     check_wide("k", call.k, "[T, D]", 2)
     tokens, head_dim = call.k.shape
-    check_tensor("kv_cache", call.kv_cache, (torch.uint8,), ": pass kv_cache.view(torch.uint8)")
     layout = call.layout
     if layout is None:
-        page = call.kv_cache.shape[1] if call.kv_cache.dim() > 1 else 1
-        layout = CacheLayout(page, head_dim)
+        layout = CacheLayout.implied(call.kv_cache, head_dim)
     elif not isinstance(layout, CacheLayout):
         raise TypeError(f"layout: got {type(layout).__name__}, expected a CacheLayout or None")
     if layout.validate().head_dim != head_dim:

@@ -1,62 +1,47 @@
-"""Scores and selection in one call: the facts of a call, the checks that every call passes once, and the reference.
-
-The result is that of ``fp8_mqa_logits`` followed by ``top_k_per_row``, bit for bit; between the two, positions that are
-always kept have their scores replaced by +inf.
-"""
+"""Scores and selection in one call: the facts of a call, the checks that every call passes once, and the reference."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problems import mqa_logits, top_k
-from lightning_indexer.problems.checks import as_int, plain_arithmetic
+from lightning_indexer.problems import mqa_logits
 from lightning_indexer.problems.mqa_logits import MqaLogitsCall, MqaLogitsProblem, reference_logits, row_stride
-from lightning_indexer.problems.top_k import IndexBase, Order, Tie, TopKProblem, reference_top_k, windows
+from lightning_indexer.problems.one_call import (
+    WORKSPACE_BYTES,
+    OneCallProblem,
+    bases,
+    exact_operands,
+    keep,
+    selection_of,
+    unwritten,
+    validate_options,
+    workspace_bytes,
+)
+from lightning_indexer.problems.top_k import IndexBase, Order, Tie, reference_top_k
 
 OPERATION = "fp8_mqa_topk"
-# Of scores that are held at a time, where the caller says nothing.
-WORKSPACE_BYTES = 64 * 2**20
 # The workspace's address, and each row of scores in it.
 ALIGN_BYTES = 256
 # Logits of one row chunk of the reference stay under this.
 _REFERENCE_BYTES = 2**28
 
 
-class MqaTopKProblem(NamedTuple):
-    """What selection, heuristics and kernels may depend on. Hashable; holds no tensor.
+class MqaTopKProblem(OneCallProblem):
+    """The facts of a call over keys; its ``scoring`` is ``compressed`` where the caller bounds the windows."""
 
-    Attributes:
-        scoring: of the whole call, float32 and ``noclean``, or ``compressed`` where the caller bounds the windows.
-        selection: of the whole call. Its ``width`` is that of the scores; its windows are those of the scoring.
-        force_first, force_last: positions at the start and the end of each window that are always kept.
-        workspace_bytes: what the caller allows; at least a row of scores.
-    """
-
+    __slots__ = ()
     scoring: MqaLogitsProblem
-    selection: TopKProblem
-    force_first: int = 0
-    force_last: int = 0
-    workspace_bytes: int = WORKSPACE_BYTES
 
     @property
     def operation(self) -> str:
         return OPERATION
 
     @property
-    def rows(self) -> int:
-        return self.scoring.rows
-
-    @property
     def keys(self) -> int:
         return self.scoring.keys
-
-    @property
-    def width(self) -> int:
-        """Columns of scores: N, or the longest window that the caller allows."""
-        return self.scoring.width
 
     @property
     def heads(self) -> int:
@@ -65,15 +50,6 @@ class MqaTopKProblem(NamedTuple):
     @property
     def head_dim(self) -> int:
         return self.scoring.head_dim
-
-    @property
-    def k(self) -> int:
-        return self.selection.k
-
-    @property
-    def needs_scores(self) -> bool:
-        """False where no window can have more than k positions, all of which are then selected, unscored."""
-        return needs_scores(self.selection)
 
     def adversarial(self, arch: Arch) -> MqaTopKProblem:
         """A small problem of the same H, D, k and options."""
@@ -86,13 +62,6 @@ class MqaTopKProblem(NamedTuple):
     def example(self, device: torch.device) -> MqaTopKCall:
         """A call of this problem with operands that are the same at each time, into results that no kernel writes."""
         return _example(self, device)
-
-    def compare(self, call: MqaTopKCall, expected: MqaTopKCall) -> str | None:
-        """None, or in words how the result of ``call`` differs from that of ``expected``, both :meth:`example`."""
-        return difference(self.selection, call, expected)
-
-    def __str__(self) -> str:
-        return f"{self.scoring}, {selection_str(self)}"
 
 
 class MqaTopKCall(NamedTuple):
@@ -162,27 +131,6 @@ def validate(call: MqaTopKArguments) -> MqaTopKArguments:
     return validated
 
 
-def validate_options(call: Any, rows: int, device: torch.device, row_bytes: int) -> Any:
-    """What the calls over keys and over pages have in common: selection, kept positions, workspace."""
-    workspace = call.workspace
-    given = workspace if isinstance(workspace, torch.Tensor) else None
-    call = top_k.validate_selection(call._replace(workspace=given), rows, device, "q")
-    kept = {name: as_int(name, getattr(call, name)) for name in ("force_first", "force_last")}
-    for name, count in kept.items():
-        if not 0 <= count <= call.k:
-            raise ValueError(f"{name}: got {count}, expected 0 to k, {call.k}")
-    if sum(kept.values()) > call.k:
-        raise ValueError(
-            f"force_last: got {call.force_last} beside force_first {call.force_first}, expected {call.k} together"
-        )
-    if workspace is not None and given is None:
-        workspace = as_int("workspace", workspace)
-    room = workspace.numel() if isinstance(workspace, torch.Tensor) else workspace
-    if room is not None and room < row_bytes:
-        raise ValueError(f"workspace: got {room} bytes, expected at least {row_bytes}, a row of scores")
-    return call._replace(workspace=workspace, **kept)
-
-
 def scoring_of(call: MqaTopKArguments) -> MqaLogitsCall:
     """The scoring of the whole call, without a result."""
     return MqaLogitsCall(*call[:6], clean_logits=False, max_seqlen_k=call.max_seqlen_k)
@@ -193,37 +141,6 @@ def problem_of(call: MqaTopKArguments) -> MqaTopKProblem:
     scoring = mqa_logits.problem_of(scoring_of(call))
     selection = selection_of(call, scoring.rows, scoring.width, starts=True)
     return MqaTopKProblem(scoring, selection, call.force_first, call.force_last, workspace_bytes(call))
-
-
-def selection_of(call: Any, rows: int, width: int, *, starts: bool) -> TopKProblem:
-    """The selection of the whole call, as a problem of its own."""
-    return TopKProblem(
-        rows, width, call.k, torch.float32, call.index_base, call.order, call.tie, call.values is not False, starts,
-        ends=True, aligned=True, page_size=call.page_size or 0,
-    )  # fmt: skip
-
-
-def workspace_bytes(call: Any) -> int:
-    """What a validated call allows."""
-    workspace = call.workspace
-    if workspace is None:
-        return WORKSPACE_BYTES
-    return workspace.numel() if isinstance(workspace, torch.Tensor) else int(workspace)
-
-
-def needs_scores(selection: TopKProblem) -> bool:
-    """False where every position is selected, and neither its score nor its rank is asked for."""
-    return selection.width > selection.k or selection.values or selection.order == "score"
-
-
-def selection_str(problem: Any) -> str:
-    """How a problem's selection is printed."""
-    selection = problem.selection
-    forced = f", {problem.force_first} first and {problem.force_last} last kept"
-    return (
-        f"k={selection.k} by {selection.order}, from {selection.index_base}"
-        f"{forced if problem.force_first or problem.force_last else ''}, in {problem.workspace_bytes} bytes"
-    )
 
 
 # The reference: the two references, row chunk by row chunk.
@@ -276,30 +193,6 @@ def reference_mqa_topk(
     return torch.cat([indices for indices, _ in found]), torch.cat([values for _, values in found])
 
 
-def keep(logits: torch.Tensor, ks: torch.Tensor, ke: torch.Tensor, force_first: int, force_last: int) -> None:
-    """+inf at the first and last positions of each window of ``logits`` [M, N], where there are as many."""
-    if not force_first and not force_last:
-        return
-    with plain_arithmetic(logits.device):
-        start, end = (edge[:, None] for edge in windows(logits.shape[0], logits.shape[1], ks, ke, logits.device))
-        position = torch.arange(logits.shape[1], device=logits.device)
-        kept = (position < start + force_first) | (position >= end - force_last)
-        logits.masked_fill_(kept & (position >= start) & (position < end), float("inf"))
-
-
-# A small call that is hard to get right, and its comparison: what a kernel has to pass on hardware it has not seen.
-
-
-def exact_operands(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, generator: torch.Generator) -> None:
-    """Fills q, k and weights with whole numbers that are so small that every sum is exact on any hardware.
-
-    Scores then are the same bits everywhere, many of them equal, and so is what is selected.
-    """
-    for tensor, most in ((q, 1), (k, 1), (weights, 2)):
-        numbers = torch.randint(-most, most + 1, tensor.shape, generator=generator)
-        tensor.copy_(numbers.float().to(tensor.device))
-
-
 def _example(problem: MqaTopKProblem, device: torch.device) -> MqaTopKCall:
     scoring = problem.scoring.example(device)
     q, k, kv_scale, weights, ks, ke = scoring[:6]
@@ -308,34 +201,3 @@ def _example(problem: MqaTopKProblem, device: torch.device) -> MqaTopKCall:
     kv_scale.copy_(torch.tensor([1.0, -1.0, 0.5, 2.0]).repeat(-(-len(kv_scale) // 4))[: len(kv_scale)])
     indices, values = unwritten(problem.selection, device)
     return MqaTopKCall(q, k, kv_scale, weights, ks, ke, *bases(problem.selection, device), indices, values)
-
-
-def bases(selection: TopKProblem, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Offsets and a page table, where the selection reads them."""
-    rows, offsets, table = selection.rows, None, None
-    if selection.index_base == "offset":
-        offsets = (torch.arange(rows) * 1000).int().to(device)
-    if selection.index_base == "page":
-        pages = -(-selection.width // selection.page_size)
-        table = torch.randperm(rows * pages, generator=torch.Generator("cpu").manual_seed(rows)).view(rows, pages)
-        table = table.int().to(device)
-    return offsets, table
-
-
-def unwritten(selection: TopKProblem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Results that no kernel writes."""
-    shape = (selection.rows, selection.k)
-    values = torch.full(shape, float("nan"), device=device) if selection.values else None
-    return torch.full(shape, -2, dtype=torch.int32, device=device), values
-
-
-def difference(selection: TopKProblem, call: Any, expected: Any) -> str | None:
-    """None, or in words how one result differs from the other."""
-    found, right = call.indices, expected.indices
-    if selection.order == "any":
-        found, right = found.sort(dim=1).values, right.sort(dim=1).values
-    elif selection.values and not torch.equal(call.values, expected.values):
-        return "values differ"
-    wrong = (found != right).any(dim=1)
-    count = int(wrong.sum())
-    return f"{count} of {selection.rows} rows differ, the first is {int(wrong.int().argmax())}" if count else None

@@ -172,9 +172,7 @@ def _normalised(call: PagedMqaLogitsCall) -> PagedMqaLogitsCall:
     changed: dict[str, Any] = {}
     batch, next_n, _, head_dim = call.q.shape
     if call.layout is None:
-        check_tensor("kv_cache", call.kv_cache, (torch.uint8,), ": pass kv_cache.view(torch.uint8)")
-        page = call.kv_cache.shape[1] if call.kv_cache.dim() > 1 else 1
-        changed["layout"] = CacheLayout(page, head_dim, dtype=call.q.dtype)
+        changed["layout"] = CacheLayout.implied(call.kv_cache, head_dim, call.q.dtype)
     elif not isinstance(call.layout, CacheLayout):
         raise TypeError(f"layout: got {type(call.layout).__name__}, expected a CacheLayout or None")
     lengths = call.context_lens

@@ -1,7 +1,4 @@
-"""Scores and selection in one call over a paged cache: facts, checks and reference, as ``problems/mqa_topk.py``.
-
-The result is that of ``fp8_paged_mqa_logits`` followed by ``top_k_per_row``, bit for bit.
-"""
+"""Scores and selection in one call over a paged cache: facts, checks and reference, as ``problems/mqa_topk.py``."""
 
 from __future__ import annotations
 
@@ -10,59 +7,31 @@ from typing import NamedTuple
 import torch
 
 from lightning_indexer.arch import Arch
-from lightning_indexer.problems import mqa_topk, paged_mqa_logits
+from lightning_indexer.problems import one_call, paged_mqa_logits
 from lightning_indexer.problems.cache_layout import CacheLayout
-from lightning_indexer.problems.checks import as_int, shape_of
+from lightning_indexer.problems.checks import as_int, check_tensor, shape_of
 from lightning_indexer.problems.mqa_logits import row_stride
-from lightning_indexer.problems.mqa_topk import WORKSPACE_BYTES
+from lightning_indexer.problems.one_call import WORKSPACE_BYTES, OneCallProblem
 from lightning_indexer.problems.paged_mqa_logits import (
     PagedMqaLogitsCall,
     PagedMqaLogitsProblem,
     reference_paged_logits,
     row_lengths,
 )
-from lightning_indexer.problems.top_k import IndexBase, Order, Tie, TopKProblem, reference_top_k
+from lightning_indexer.problems.top_k import IndexBase, Order, Tie, reference_top_k
 
 OPERATION = "fp8_paged_mqa_topk"
 
 
-class PagedMqaTopKProblem(NamedTuple):
-    """What selection, heuristics and kernels may depend on. Hashable; holds no tensor.
+class PagedMqaTopKProblem(OneCallProblem):
+    """The facts of a call over pages: rows begin at 0 and end at their lengths."""
 
-    Attributes:
-        scoring: of the whole call, float32 and ``noclean``.
-        selection: of the whole call; rows begin at 0 and end at their lengths.
-        force_first, force_last: positions at the start and the end of each row that are always kept.
-        workspace_bytes: what the caller allows; at least a sequence's rows of scores.
-    """
-
+    __slots__ = ()
     scoring: PagedMqaLogitsProblem
-    selection: TopKProblem
-    force_first: int = 0
-    force_last: int = 0
-    workspace_bytes: int = WORKSPACE_BYTES
 
     @property
     def operation(self) -> str:
         return OPERATION
-
-    @property
-    def rows(self) -> int:
-        return self.scoring.rows
-
-    @property
-    def width(self) -> int:
-        """Columns of scores."""
-        return self.scoring.width
-
-    @property
-    def k(self) -> int:
-        return self.selection.k
-
-    @property
-    def needs_scores(self) -> bool:
-        """False where no row can see more than k positions, all of which are then selected, unscored."""
-        return mqa_topk.needs_scores(self.selection)
 
     def adversarial(self, arch: Arch) -> PagedMqaTopKProblem:
         """A small problem of the same H, D, k, layout and options."""
@@ -76,13 +45,6 @@ class PagedMqaTopKProblem(NamedTuple):
     def example(self, device: torch.device) -> PagedMqaTopKCall:
         """A call of this problem with operands that are the same at each time, into results that no kernel writes."""
         return _example(self, device)
-
-    def compare(self, call: PagedMqaTopKCall, expected: PagedMqaTopKCall) -> str | None:
-        """None, or in words how the result of ``call`` differs from that of ``expected``, both :meth:`example`."""
-        return mqa_topk.difference(self.selection, call, expected)
-
-    def __str__(self) -> str:
-        return f"{self.scoring}, {mqa_topk.selection_str(self)}"
 
 
 class PagedMqaTopKCall(NamedTuple):
@@ -154,20 +116,17 @@ def validate(call: PagedMqaTopKArguments) -> PagedMqaTopKArguments:
         tables = tables_of_rows(scoring.block_tables, scoring.indices, next_n)
         call = call._replace(page_table=tables, page_size=scoring.layout.page)
     row_bytes = 4 * next_n * row_stride(width, torch.float32)
-    validated: PagedMqaTopKArguments = mqa_topk.validate_options(call, batch * next_n, scoring.q.device, row_bytes)
+    validated: PagedMqaTopKArguments = one_call.validate_options(call, batch * next_n, scoring.q.device, row_bytes)
     return validated
 
 
 def _longest(call: PagedMqaTopKArguments) -> int:
     """What the block table can hold; the scoring's own checks say what is wrong with operands of other shapes."""
-    page = call.layout.page if isinstance(call.layout, CacheLayout) else None
-    for name, rank in (("block_tables", 2), ("kv_cache", 3)):
-        tensor = getattr(call, name)
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
-        if tensor.dim() < rank:
-            raise ValueError(f"{name}: got shape {shape_of(tensor)}, expected {rank} dimensions or more")
-    return int(call.block_tables.shape[1]) * int(as_int("layout.page", page or call.kv_cache.shape[1]))
+    check_tensor("block_tables", call.block_tables, (torch.int32,), ": pass block_tables.to(torch.int32)")
+    if call.block_tables.dim() != 2:
+        raise ValueError(f"block_tables: got shape {shape_of(call.block_tables)}, expected [B, max_blocks]")
+    layout = call.layout if isinstance(call.layout, CacheLayout) else CacheLayout.implied(call.kv_cache)
+    return int(call.block_tables.shape[1]) * int(as_int("layout.page", layout.page))
 
 
 def tables_of_rows(block_tables: torch.Tensor, sequences: torch.Tensor | None, next_n: int) -> torch.Tensor:
@@ -187,9 +146,9 @@ def scoring_of(call: PagedMqaTopKArguments) -> PagedMqaLogitsCall:
 def problem_of(call: PagedMqaTopKArguments) -> PagedMqaTopKProblem:
     """The facts of a validated call."""
     scoring = paged_mqa_logits.problem_of(scoring_of(call))
-    selection = mqa_topk.selection_of(call, scoring.rows, scoring.width, starts=False)
+    selection = one_call.selection_of(call, scoring.rows, scoring.width, starts=False)
     return PagedMqaTopKProblem(
-        scoring, selection, call.force_first, call.force_last, mqa_topk.workspace_bytes(call)
+        scoring, selection, call.force_first, call.force_last, one_call.workspace_bytes(call)
     )  # fmt: skip
 
 
@@ -232,7 +191,7 @@ def reference_paged_mqa_topk(
         q, kv_cache, weights, context_lens, block_tables, max_context_len, layout=layout, indices=indices
     )
     ends = row_lengths(context_lens, q.shape[1], min(max_context_len, block_tables.shape[1] * page)).reshape(-1)
-    mqa_topk.keep(logits, torch.zeros_like(ends), ends, force_first, force_last)
+    one_call.keep(logits, torch.zeros_like(ends), ends, force_first, force_last)
     return reference_top_k(
         logits, k, None, ends, index_base=index_base, offsets=offsets, page_table=page_table, page_size=page_size,
         order=order, tie=tie,
@@ -245,12 +204,12 @@ def _example(problem: PagedMqaTopKProblem, device: torch.device) -> PagedMqaTopK
     layout, cache = scoring.layout, scoring.kv_cache
     generator = torch.Generator("cpu").manual_seed(problem.k)
     keys = torch.empty((cache.shape[0], layout.page, layout.head_dim))
-    mqa_topk.exact_operands(scoring.q, keys, scoring.weights, generator)
+    one_call.exact_operands(scoring.q, keys, scoring.weights, generator)
     scale = torch.tensor([1.0, 0.5, 2.0]).repeat(keys.shape[0] * layout.page)[: keys.shape[0] * layout.page]
     cache.copy_(layout.pack(keys.to(layout.dtype), scale.view(keys.shape[:2])).to(device).view(cache.shape))
     lengths = scoring.context_lens
-    indices, values = mqa_topk.unwritten(problem.selection, device)
+    indices, values = one_call.unwritten(problem.selection, device)
     return PagedMqaTopKCall(
         scoring.q, cache, scoring.weights, lengths, scoring.block_tables, layout, scoring.indices,
-        *mqa_topk.bases(problem.selection, device), indices, values,
+        *one_call.bases(problem.selection, device), indices, values,
     )  # fmt: skip

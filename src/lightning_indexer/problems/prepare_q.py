@@ -5,14 +5,14 @@ q8[t, h] = fp8 of transform(q[t, h]),    w[t, h] = weights[t, h] * q_scale[t, h]
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.fp4 import fp4_to_fp8, quantize_fp4
 from lightning_indexer.fp8 import FP8_DTYPES, quantize_rows
-from lightning_indexer.problems.checks import as_bool, check_tensor, plain_arithmetic, shape_of
+from lightning_indexer.problems.checks import as_bool, as_finite, check_tensor, plain_arithmetic, shape_of
 from lightning_indexer.problems.insert_k_cache import example_steps
 from lightning_indexer.problems.transform import WIDE_DTYPES, Steps, Transform, check_steps, check_wide, transformed
 
@@ -110,15 +110,11 @@ def validate(call: PrepareQCall) -> PrepareQCall:
         raise ValueError("norm_weight: got a tensor, expected None: queries have no LayerNorm here")
     if call.dtype not in FP8_DTYPES:
         raise TypeError(f"dtype: got {call.dtype}, expected {' or '.join(map(str, FP8_DTYPES))}")
-    for name in ("power_of_two", "fp4"):
-        as_bool(name, getattr(call, name))
+    call = call._replace(power_of_two=as_bool("power_of_two", call.power_of_two), fp4=as_bool("fp4", call.fp4))
     if call.fp4 and head_dim != 128:
         raise ValueError(f"fp4: got True with D={head_dim}, expected D=128")
-    scale = call.weight_scale
-    if scale is None:
-        scale = head_dim**-0.5 * heads**-0.5
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"weight_scale: got {type(scale).__name__}, expected a float or None")
+    given = call.weight_scale
+    scale: Any = head_dim**-0.5 * heads**-0.5 if given is None else as_finite("weight_scale", given)
     if call.out is not None:
         _check_out(call, call.out)
     steps = check_steps(call.steps, tokens, head_dim, call.q.device)
@@ -127,9 +123,7 @@ def validate(call: PrepareQCall) -> PrepareQCall:
     )
 
 
-def _check_out(call: PrepareQCall, out: object) -> None:
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise TypeError(f"out: got {type(out).__name__}, expected the pair (q, weights)")
+def _check_out(call: PrepareQCall, out: tuple[torch.Tensor, torch.Tensor]) -> None:
     shape = tuple(call.q.shape)
     for name, tensor, size, dtype in (
         ("out[0]", out[0], shape, call.dtype),

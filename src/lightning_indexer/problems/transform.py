@@ -9,11 +9,11 @@ All in float32: nothing is rounded between the steps.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from lightning_indexer.problems.checks import check_tensor, shape_of
+from lightning_indexer.problems.checks import as_bool, as_finite, check_tensor, shape_of
 
 Rope = Literal["first", "last"]
 WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -104,20 +104,24 @@ def check_steps(steps: Steps, tokens: int, head_dim: int, device: torch.device) 
         if shape[1] > 1 and steps.cos_sin_cache.stride(1) != 1:
             got = tuple(steps.cos_sin_cache.stride())
             raise ValueError(f"cos_sin_cache: got strides {got}, expected a contiguous last dimension")
-    for name in ("interleaved", "hadamard"):
-        if not isinstance(getattr(steps, name), bool):
-            raise TypeError(f"{name}: got {type(getattr(steps, name)).__name__}, expected a bool")
-    if steps.hadamard and head_dim & (head_dim - 1):
+    interleaved, hadamard = (as_bool(name, getattr(steps, name)) for name in ("interleaved", "hadamard"))
+    norm_eps: Any = as_finite("norm_eps", steps.norm_eps)
+    if norm_eps < 0:
+        raise ValueError(f"norm_eps: got {steps.norm_eps}, expected at least 0")
+    if hadamard and head_dim & (head_dim - 1):
         raise ValueError(f"hadamard: got True with D={head_dim}, expected a power of two")
     for name, tensor in zip(("norm_weight", "norm_bias", "positions", "cos_sin_cache"), steps.tensors, strict=True):
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, expected {device}, the device of the values")
     return steps._replace(
+        norm_eps=norm_eps,
+        interleaved=interleaved,
+        hadamard=hadamard,
         **{
             name: tensor.contiguous()
             for name in ("norm_weight", "norm_bias", "positions")
             if (tensor := getattr(steps, name)) is not None and not tensor.is_contiguous()
-        }
+        },
     )
 
 

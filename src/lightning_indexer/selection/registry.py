@@ -307,9 +307,10 @@ def explain(problem: Any, arch: Arch | str, name: str | None = None, *, installe
         installed_only: count a backend whose packages are missing on this machine as unable to run.
 
     Raises:
-        ValueError: an unknown arch or backend.
+        TypeError, ValueError: no problem; an unknown arch or backend.
     """
-    return list(_verdicts(problem, Arch.parse(arch) if isinstance(arch, str) else arch, name, installed_only))
+    _check_problem(problem)
+    return list(_verdicts(problem, arch if isinstance(arch, Arch) else Arch.parse(arch), name, installed_only))
 
 
 def support_table(problem: Any = None) -> dict[str, dict[str, str | None]]:
@@ -317,8 +318,15 @@ def support_table(problem: Any = None) -> dict[str, dict[str, str | None]]:
 
     What is installed on this machine plays no part. ``problem`` defaults to the shape of DeepSeek-V3.2, H=64, D=128.
     """
-    problem = problem or MqaLogitsProblem(rows=4096, keys=32768, heads=64, head_dim=128)
+    if problem is None:
+        problem = MqaLogitsProblem(rows=4096, keys=32768, heads=64, head_dim=128)
+    _check_problem(problem)
     return {b.name: {arch.name: _reason(b, problem, arch, False) for arch in Arch.known()} for b in backends()}
+
+
+def _check_problem(problem: Any) -> None:
+    if not isinstance(getattr(problem, "operation", None), str):
+        raise TypeError(f"problem: got {type(problem).__name__}, expected the facts of a call, e.g. a MqaLogitsProblem")
 
 
 def _verdicts(problem: Any, arch: Arch, name: str | None, installed_only: bool) -> Iterator[Verdict]:
