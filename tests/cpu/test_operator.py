@@ -169,6 +169,9 @@ def test_parameters_go_through_the_operator():
         result = call(*arguments)
         assert not result.requires_grad
         assert_matches(result, expected, clean=True)
+    out = torch.nn.Parameter(torch.full(expected.shape, torch.nan), requires_grad=False)
+    assert call(q, k, kv_scale, weights, ks, ke, out=out) is out
+    assert_matches(out.data, expected, clean=True)
 
 
 # Tracing

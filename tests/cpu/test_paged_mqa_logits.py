@@ -263,6 +263,10 @@ def test_forms_of_the_arguments_that_mean_the_same():
         assert same_bits(found, expected)
     out = torch.empty(4, 200)
     assert fp8_paged_mqa_logits(q, cache, weights, lengths, tables, width, out=out) is out
+    held = torch.nn.Parameter(torch.full_like(out, torch.nan), requires_grad=False)
+    kept = torch.nn.Parameter(identity, requires_grad=False)
+    assert fp8_paged_mqa_logits(q, cache, weights, lengths, tables, width, indices=kept, out=held) is held
+    assert same_bits(held.data, expected)
     assert same_bits(out, expected)
     narrow = weights.bfloat16()
     found = fp8_paged_mqa_logits(q, cache, narrow, lengths, tables, width)

@@ -248,11 +248,9 @@ def _operator_out(
 
 def _eager(call: MqaLogitsCall) -> torch.Tensor:
     """The call of an operator, whose operands are real: parameters, subclasses too, as the tensors they hold."""
-    q, k, kv_scale, weights, ks, ke = (
-        t if type(t) is torch.Tensor else t.detach().as_subclass(torch.Tensor) for t in call[:6]
-    )
+    call = common.plain(call)
     return fp8_mqa_logits(
-        q, (k, kv_scale), weights, ks, ke,
+        call.q, (call.k, call.kv_scale), *call[3:6],
         clean_logits=call.clean_logits, max_seqlen_k=call.max_seqlen_k, out_dtype=call.out_dtype, out=call.out,
         backend=call.backend,
     )  # fmt: skip

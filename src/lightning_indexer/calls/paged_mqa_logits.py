@@ -260,10 +260,10 @@ def _operator_out(
     backend: str | None,
 ) -> None:
     # Parameters, subclasses too, as the tensors they hold.
-    q, kv_cache, weights, context_lens, block_tables = (
-        t if type(t) is torch.Tensor else t.detach().as_subclass(torch.Tensor)
-        for t in (q, kv_cache, weights, context_lens, block_tables)
+    q, kv_cache, weights, context_lens, block_tables, out = map(
+        common.plain_tensor, (q, kv_cache, weights, context_lens, block_tables, out)
     )
+    indices = common.plain_tensor(indices)
     layout = CacheLayout(page, head_dim, order, scales, cache_dtype)  # type: ignore[arg-type]
     fp8_paged_mqa_logits(
         q, kv_cache, weights, context_lens, block_tables, max_context_len, layout=layout, indices=indices,
