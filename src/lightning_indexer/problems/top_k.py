@@ -213,7 +213,7 @@ def _check_base(call: Any, rows: int, device: torch.device, owner: str) -> None:
     if call.page_size is None:
         raise TypeError("page_size: got None with a page_table, expected an int")
     if not 1 <= as_int("page_size", call.page_size) <= MAX_WIDTH:
-        raise ValueError(f"page_size: got {call.page_size}, expected 1 to {MAX_WIDTH}")
+        raise ValueError(f"page_size: got {call.page_size}, expected at least 1, at most {MAX_WIDTH}")
     check_tensor("page_table", call.page_table, (torch.int32,))
     _check_device("page_table", call.page_table, device, owner)
     if call.page_table.dim() != 2 or call.page_table.shape[0] != rows:
