@@ -99,9 +99,10 @@ def odd_tensors(name: str, given: torch.Tensor):
         yield given[0]
     for dtype in (torch.bool, torch.complex64, torch.int8, torch.float64):
         yield torch.zeros(given.shape, dtype=dtype)
-    if name != "logits":
-        yield torch.zeros(given.shape).to_sparse()
-        yield torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    if name != "logits":  # of which a call may have no other
+        yield given.to("meta")
+    yield torch.zeros(given.shape).to_sparse()
+    yield torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     if given.dim() > 1:
         yield given.view(torch.uint8).repeat_interleave(2, dim=-1).view(given.dtype)[..., ::2].transpose(0, 1)
     elif given.shape[0] > 1:
@@ -177,6 +178,21 @@ def test_odd_arguments_are_refused_by_name(call, right):
                 what = f"{odd.dtype} {list(odd.shape)}" if dense else repr(odd)[:60]
                 faults.append(f"{name}={what}: {fault[:200]}")
     assert not faults, "\n".join(faults)
+
+
+SELECTING = [pair for pair in CALLS if pair[0] in (fp8_mqa_topk, fp8_paged_mqa_topk, top_k_per_row)]
+
+
+@pytest.mark.parametrize("name", ["out", "values", "workspace"])
+@pytest.mark.parametrize(("call", "right"), SELECTING)
+def test_results_on_meta_are_refused(call, right, name):
+    given = {
+        "out": torch.empty(M, 16, dtype=torch.int32, device="meta"), "values": torch.empty(M, 16, device="meta"),
+        "workspace": torch.empty(2**20, dtype=torch.uint8, device="meta"),
+    }  # fmt: skip
+    rows = M if "context_lens" not in right else right["context_lens"].numel()
+    with pytest.raises(ValueError, match=rf"^{name}: got "):
+        call(**right, **{name: given[name] if name == "workspace" else given[name][:rows]})
 
 
 SPARSE = torch.zeros(2, 2).to_sparse()
