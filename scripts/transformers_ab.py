@@ -5,7 +5,8 @@
     python scripts/transformers_ab.py --tokens 16384 --profile     # and what the time goes to
 
 Weights are random. Times are of CUDA events; "first" is the first layer of a forward, which reads the mask.
-Memory is the peak above what stood before the call, its result included.
+Memory is the peak above what stood before the call, its result included. Where tokens differ, transformers_tokens.py
+says why.
 """
 
 from __future__ import annotations
@@ -22,32 +23,12 @@ from collections.abc import Callable
 
 import torch
 import transformers
+from transformers_tokens import KINDS, config_of, model_of, random_
 
 from lightning_indexer.integrations import transformers as plugin
 
 SIDES = ("eager", "fp8", "bfloat16")
-# H of the indexer, hidden size and rank of q: the models' configurations.
-KINDS = {
-    "deepseek_v32": ("DeepseekV32", 64, 7168, 1536),
-    "glm_moe_dsa": ("GlmMoeDsa", 32, 6144, 2048),
-    "deepseek_v4": ("DeepseekV4", 64, 4096, 1024),
-}
 GIB = 2**30
-
-
-def config_of(kind: str, **options: object) -> object:
-    name, heads, hidden, rank = KINDS[kind]
-    sizes = {"index_n_heads": heads, "index_head_dim": 128, "hidden_size": hidden, "q_lora_rank": rank}
-    return getattr(transformers, f"{name}Config")(**(sizes | options))
-
-
-def random_(module: torch.nn.Module) -> torch.nn.Module:
-    for name, parameter in module.named_parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-        elif "norm" in name and "weight" in name:
-            torch.nn.init.ones_(parameter)
-    return module
 
 
 def indexer_call(kind: str, tokens: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor], Callable[[], object]]:
@@ -152,29 +133,11 @@ def indexers(kind: str, tokens: int, eager_up_to: int, profiled: bool) -> list[s
     return lines + profiles
 
 
-MODEL = {
-    "vocab_size": 4096, "intermediate_size": 1024, "moe_intermediate_size": 256, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 3, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": None, "max_position_embeddings": 65536,
-}  # fmt: skip
-
-
 @torch.no_grad()
 def model(kind: str, prompt: int, new: int, profiled: bool) -> list[str]:
     """``generate()`` of a model of few layers; what the first indexer selects, and the tokens."""
-    options = dict(MODEL)
-    if kind == "deepseek_v4":
-        for name in ("intermediate_size", "num_key_value_heads", "n_group", "topk_group", "first_k_dense_replace"):
-            options.pop(name)
-        options |= {"layer_types": ["heavily_compressed_attention"] + ["compressed_sparse_attention"] * 2}
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        config = config_of(kind, **options)
-        net = random_(getattr(transformers, f"{KINDS[kind][0]}ForCausalLM")(config).eval().to(torch.bfloat16))
-        ids = torch.randint(2, 4096, (1, prompt))
-    if kind != "deepseek_v4":
-        net.set_attn_implementation("sdpa")
+    net = model_of(kind, "cuda", narrow=False)
+    ids = torch.randint(2, net.config.vocab_size, (1, prompt), device="cuda")
     lines, tokens = [], {}
     for side in SIDES:
         if side != "eager":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +87,21 @@ def test_generate_with_left_padding(kind, always_scored):
         assert torch.equal(generate(model, {key: value[:1] for key, value in given.items()}), expected[:1]), precision
         assert set(plugin.uninstall()) == set(names)
     assert torch.equal(generate(model, given), expected)
+
+
+def test_v4_as_it_is_loaded(tmp_path, always_scored):
+    """``from_pretrained`` keeps norms and the bias of the gates float32; its own bfloat16 code then needs autocast."""
+    given = prompts(2, 30)
+    model_of("deepseek_v4", index_topk=64, num_hidden_layers=2).save_pretrained(tmp_path)
+    model = transformers.DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=BF16)
+    indexer = model.model.layers[1].self_attn.compressor.indexer
+    assert (indexer.kv_norm.weight.dtype, indexer.kv_proj.weight.dtype) == (torch.float32, BF16)
+    with torch.autocast("cpu", BF16):
+        expected = generate(model, given, 3)
+        for precision in ("fp8", "bfloat16"):
+            plugin.install(model, precision=precision)
+            assert torch.equal(generate(model, given, 3), expected), precision
+            plugin.uninstall()
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -205,6 +222,41 @@ def test_compiled_decoding_step():
         model(**given, past_key_values=fresh)
         expected = model(**(step | {"past_key_values": fresh})).logits
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_tokens_of_whole_models_that_leave_keys_out(kind, monkeypatch, capsys):
+    """The report of ``scripts/transformers_tokens.py``, of small models: rows select 8 of 24 to 26 keys."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    script = importlib.import_module("transformers_tokens")
+    model = model_of(kind, index_topk=8)
+    monkeypatch.setattr(script, "model_of", lambda *given: model)
+    script.tokens_of(kind, 99 if kind == "deepseek_v4" else 24, 4, "cpu", narrow=True)
+    text = capsys.readouterr().out
+    tokens, keys = (
+        {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in (line.split("|") for line in part)}
+        for part in tables(text)
+    )
+    assert list(tokens) == list(keys) == ["bfloat16", "fp8", "exchanged", "float32"], text
+    # The first indexer's input is that of the eager code: as many keys stay as in fp8.
+    first = {side: [cell.split(", ")[0] for cell in keys[side]] for side in ("fp8", "exchanged")}
+    assert first["exchanged"] == ["", *first["fp8"][1:]], text
+    assert first["fp8"][1] != "100.00", text
+    same = {side: [float(share) for share in keys[side][0].split(", ")] for side in ("bfloat16", "fp8")}
+    assert min(same["bfloat16"]) > 99.5, text
+    assert min(same["fp8"]) > 96, text
+    assert tokens["bfloat16"][:3] == ["4", "none", "4"], text
+
+
+def tables(text: str) -> list[list[str]]:
+    """Rows of the tables in it, without their heads."""
+    found: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            found.append([])
+        elif set(line) - set("| -"):
+            found[-1].append(line)
+    return [rows[1:] for rows in found if rows]
 
 
 # Installing
