@@ -10,9 +10,10 @@ import torch
 
 from lightning_indexer import Arch
 from lightning_indexer.backends.cuda_sm90 import paged_config
+from lightning_indexer.backends.cuda_sm90 import paged_mqa_logits as host
 from lightning_indexer.check.paged_mqa_logits import Case, call_of, run_case
 from paged_fp4 import check_any_exponents
-from sm90_standin.emulate import Emulator, host
+from sm90_standin.emulate import Emulator
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,8 +38,7 @@ def _faults(emulator: Emulator, case: Case, config: paged_config.PagedConfig, se
     assert host.PagedMqaLogits().supports(case.problem, SM90) is None
 
     def call(case, inputs, out):
-        with pytest.MonkeyPatch.context() as patch:
-            emulator.run(call_of(case, inputs, out), host.Launch(case.problem, config), patch, seed=seed)
+        emulator.run(host.Launch(case.problem, config), call_of(case, inputs, out), seed=seed)
 
     return run_case(case, "", CPU, call=call)
 
@@ -108,7 +108,6 @@ def test_fp4_keys_of_any_exponents(next_n, heads, page, emulator):
     case = Case(4, next_n, heads, 128, 300, page, fp4=True, lengths="rows")
 
     def call(case, inputs, out):
-        with pytest.MonkeyPatch.context() as patch:
-            emulator.run(call_of(case, inputs, out), host.Launch(case.problem, _config(case)), patch, seed=2)
+        emulator.run(host.Launch(case.problem, _config(case)), call_of(case, inputs, out), seed=2)
 
     assert check_any_exponents(case, CPU, call) == []

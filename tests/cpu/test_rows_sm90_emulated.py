@@ -19,7 +19,7 @@ from lightning_indexer.problems.insert_k_cache import validate as validate_inser
 from lightning_indexer.problems.prepare_q import PrepareQProblem, reference_prepare_q
 from lightning_indexer.problems.prepare_q import validate as validate_prepare
 from lightning_indexer.problems.transform import Transform
-from sm90_standin.emulate_rows import RowsEmulator
+from sm90_standin.emulate import Emulator
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,8 +33,8 @@ CONFIGS = (RowsConfig(1, 1, 1), RowsConfig(1, 2, 1), RowsConfig(1, 3, 1), RowsCo
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory) -> RowsEmulator:
-    return RowsEmulator(tmp_path_factory.mktemp("sm90_rows"))
+def emulator(tmp_path_factory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("sm90_rows"))
 
 
 def _config(*form: object) -> RowsConfig:
@@ -42,36 +42,32 @@ def _config(*form: object) -> RowsConfig:
     return CONFIGS[zlib.crc32(repr(form).encode()) % len(CONFIGS)]
 
 
-def _insert_faults(emulator: RowsEmulator, case: insert_check.Case) -> list[str]:
+def _insert_faults(emulator: Emulator, case: insert_check.Case) -> list[str]:
     config = _config(case.problem.layout, case.problem.transform, case.problem.dtype)
 
     def call(case, inputs, kv_cache):
         given = validate_insert(insert_check.call_of(case, inputs, kv_cache))
         if case.tokens:
-            with pytest.MonkeyPatch.context() as patch:
-                emulator.run(given, insert_k_cache.Launch(case.problem, config), patch)
+            emulator.run(insert_k_cache.Launch(case.problem, config), given, writes=("kv_cache",))
 
     return insert_check.run_case(case, "", CPU, call=call)
 
 
-def _prepare_faults(emulator: RowsEmulator, case: prepare_check.Case) -> list[str]:
+def _prepare_faults(emulator: Emulator, case: prepare_check.Case) -> list[str]:
     config = _config(case.problem.transform, case.problem.dtype, case.problem.fp4)
 
     def call(given):
         if case.problem.tokens:
-            with pytest.MonkeyPatch.context() as patch:
-                emulator.run(validate_prepare(given), prepare_q.Launch(case.problem, config), patch)
+            emulator.run(prepare_q.Launch(case.problem, config), validate_prepare(given))
 
     return prepare_check.run_case(case, "", CPU, call=call)
 
 
-def _gather_faults(emulator: RowsEmulator, case: gather_check.Case) -> list[str]:
+def _gather_faults(emulator: Emulator, case: gather_check.Case) -> list[str]:
     config = _config(case.problem.layout)
 
     def call(case, inputs, out):
-        with pytest.MonkeyPatch.context() as patch:
-            given = gather_check.call_of(case, inputs, out)
-            emulator.run(given, gather_k_cache.Launch(case.problem, config), patch)
+        emulator.run(gather_k_cache.Launch(case.problem, config), gather_check.call_of(case, inputs, out))
 
     return gather_check.run_case(case, "", CPU, call=call)
 
@@ -143,8 +139,7 @@ def test_operands_of_any_dtype_and_address(dtype, aligned, layout, emulator):
     assert launch.operands(call).wide == aligned
     right = call.kv_cache.clone()
     reference_insert(call.k, right, call.slot_mapping, layout, call.steps)
-    with pytest.MonkeyPatch.context() as patch:
-        emulator.run(call, launch, patch)
+    emulator.run(launch, call, writes=("kv_cache",))
     assert problem.compare(call, call._replace(kv_cache=right)) is None
 
 
@@ -159,8 +154,7 @@ def test_queries_at_any_address(fp4, aligned, emulator):
         call = call._replace(q=_off_16(call.q), out=(odd, call.results[1]))
     launch = prepare_q.Launch(problem, RowsConfig(1, 1, 1))
     assert (launch.operands(call).wide, launch.operands(call).store) == ((True, 8) if aligned else (False, 1))
-    with pytest.MonkeyPatch.context() as patch:
-        emulator.run(call, launch, patch)
+    emulator.run(launch, call)
     assert problem.compare(call, call._replace(out=reference_prepare_q(call))) is None
 
 
@@ -184,8 +178,7 @@ def test_rows_of_extremes(layout, emulator):
     reference_insert(k, right, call.slot_mapping, layout)
 
     def run(target):
-        with pytest.MonkeyPatch.context() as patch:
-            emulator.run(target, insert_k_cache.Launch(problem, RowsConfig(1, 1, 1)), patch)
+        emulator.run(insert_k_cache.Launch(problem, RowsConfig(1, 1, 1)), target, writes=("kv_cache",))
 
     run(call)
     assert problem.compare(call, call._replace(kv_cache=right)) is None

@@ -1,35 +1,39 @@
-"""The paged kernel of ``cuda-sm90`` on the CPU: its source on stand-ins for its PTX, launched by its own host code."""
+"""Kernels of ``cuda-sm90`` on the CPU: their sources on stand-ins for their PTX, launched by their own host code.
+
+What the host code asks of NVRTC and of the driver is answered here: a kernel is compiled by g++, a launch is kept, as
+in a stream, and what has been launched runs when the call has returned.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from lightning_indexer.backends.cuda_sm90 import paged_mqa_logits as host
-from lightning_indexer.backends.cuda_sm90.paged_config import PagedConfig
-from lightning_indexer.problems.paged_mqa_logits import PagedMqaLogitsCall
+from lightning_indexer import packages
+from lightning_indexer.cuda import driver, nvrtc
 
 HERE = Path(__file__).parent
-SOURCES = (
-    "out",
-    "head_sum",
-    "paged_geometry",
-    "paged_sums",
-    "paged_fp4",
-    "paged_fp4_multiply",
-    "paged_plan",
-    "paged_mqa_logits",
-)
+# What is not written as fma() is not fused: the order of rounding is the source's.
+GXX = ("g++", "-std=c++17", "-Og", "-w", "-fPIC", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
+COOPERATIVE, DEPENDENT = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class StandinError(AssertionError):
+    """What the machine says of a kernel that does what it may not."""
 
 
 class Map(ctypes.Structure):
-    """sm90_standin/ptx.cuh's TensorMap."""
+    """sm90_standin/machine.cuh's TensorMap."""
 
     _fields_ = (
         ("address", ctypes.c_void_p), ("rank", ctypes.c_longlong), ("dims", ctypes.c_longlong * 5),
@@ -38,6 +42,12 @@ class Map(ctypes.Structure):
 
     def getPtr(self) -> int:  # noqa: N802 - cuda-bindings' name
         return ctypes.addressof(self)
+
+
+class Range(ctypes.Structure):
+    """The same file's Range."""
+
+    _fields_ = (("first", ctypes.c_void_p), ("last", ctypes.c_void_p), ("writable", ctypes.c_longlong))
 
 
 def tensor_map(address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Map:
@@ -52,58 +62,192 @@ def tensor_map(address: int, dims: tuple[int, ...], strides: tuple[int, ...], bo
     return Map(address, len(dims), five(*dims, *pad), five(1, *strides, *pad), five(*box, *pad))
 
 
+# What the handles of kernels are, counted from 1: those that a launch has stay true for as long as the process lives.
+_loaded: list[bytes] = []
+_sources: dict[bytes, tuple[packages.Source, dict[str, str | int]]] = {}
+_running: list[Emulator] = []
+
+
+def _cubin(source: packages.Source, arch: str, macros: Mapping[str, str | int]) -> bytes:
+    code = repr((source.name, sorted(macros.items()))).encode()
+    _sources[code] = (source, dict(macros))
+    return code
+
+
+def _load(code: bytes, kernel: str, shared_bytes: int) -> int:
+    assert kernel == _sources[code][1]["KERNEL_NAME"]
+    if code not in _loaded:
+        _loaded.append(code)
+    return _loaded.index(code) + 1
+
+
+def _attribute(number: int) -> Any:
+    attribute = ctypes.create_string_buffer(72)
+    attribute[0:12] = b"".join(word.to_bytes(4, "little") for word in (number, 0, 1))
+    return attribute
+
+
+_ATTRIBUTES = {number: _attribute(number) for number in (COOPERATIVE, DEPENDENT)}
+
+
+def _launch(config: ctypes.c_void_p, function: ctypes.c_void_p, arguments: ctypes.c_void_p, extra: None) -> int:
+    """cuLaunchKernelEx."""
+    assert config.value
+    assert function.value
+    *sizes, shared = (ctypes.c_uint * 7).from_address(config.value)
+    grid, threads = sizes[0], sizes[3]
+    assert sizes[1:3] == sizes[4:] == [1, 1]
+    stream, attributes = (ctypes.c_uint64 * 2).from_address(config.value + 32)
+    count = ctypes.c_uint.from_address(config.value + 48).value
+    assert stream == 0
+    asked = {ctypes.c_uint.from_address(attributes + 72 * i).value for i in range(count)}
+    assert asked <= {COOPERATIVE, DEPENDENT}
+    _running[-1].enqueue(_loaded[function.value - 1], grid, threads, shared, asked, arguments)
+    return 0
+
+
 class Emulator:
-    """Compiles the source for a configuration, and runs calls on it."""
+    """Compiles sources, each for a configuration once, and runs calls on them, in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.libraries = folder, {}
-        for name in SOURCES:
-            shutil.copy(Path(host.__file__).parent / f"{name}.cuh", folder)
-        for name in ("ptx.cuh", "wgmma.cuh", "launch.cpp"):
-            shutil.copy(HERE / name, folder)
+        self.folder = folder
+        self.kernels: dict[str, tuple[ctypes.CDLL, Any]] = {}
+        self.launched: list[str] = []  # the sources of the launches of the last call
+        self.machine: ctypes.CDLL | None = None
+        self.right: Emulator | None = None  # what has the sources without the faults of this one
+        self.faulty: set[str] = set()
 
-    def library(self, config: PagedConfig) -> ctypes.CDLL:
-        macros = [f"-D{name}={value}" for name, value in config.macros().items()]
-        key = hashlib.sha256(repr(macros).encode()).hexdigest()[:16]
-        if key not in self.libraries:
-            target = self.folder / f"{key}.so"
-            command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *macros, str(self.folder / "launch.cpp")]
-            done = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr[-4000:]
-            self.libraries[key] = ctypes.CDLL(str(target))
-        return self.libraries[key]
+    def with_fault(self, folder: Path, name: str, right: str, wrong: str) -> Emulator:
+        """The same with a fault planted in one source; what does not include it is not compiled again."""
+        self._set_up()
+        other = Emulator(folder)
+        other.right, other.machine, other.faulty = self, self.machine, {name}
+        for file in self.folder.iterdir():
+            (folder / file.name).symlink_to(file)
+        text = (folder / name).read_text()
+        assert right in text, (name, right)
+        (folder / name).unlink()
+        (folder / name).write_text(text.replace(right, wrong))
+        return other
 
-    def run(self, call: PagedMqaLogitsCall, launch: host.Launch, monkeypatch: Any, *, seed: int = 1) -> None:
-        """One call by the host code of the backend, its launch replaced."""
-        library = self.library(launch.config)
-        ranges = [byte_range(tensor) for tensor in call if isinstance(tensor, torch.Tensor)]
+    def _set_up(self) -> ctypes.CDLL:
+        if self.machine is not None:
+            return self.machine
+        sources = packages.beside("lightning_indexer.backends.cuda_sm90.rows", "ptx.cuh")
+        assert isinstance(sources, Path)
+        # The stand-ins last, in the place of what they stand for.
+        for file in (*sources.parent.glob("*.cuh"), *HERE.glob("*.c*")):
+            shutil.copy(file, self.folder)
+        self._compile("-O2", "-shared", "machine.cpp", "-o", "machine.so")
+        # Included before all else, and by far the most that g++ would read for each kernel.
+        self._compile("-x", "c++-header", "ptx.cuh", "-o", "ptx.cuh.gch")
+        self.machine = ctypes.CDLL(str(self.folder / "machine.so"))
+        self.machine.standin_synchronize.restype = ctypes.c_char_p
+        return self.machine
 
-        class Slot:
-            HEAD, START, POINTERS = host.driver.Slot.HEAD, host.driver.Slot.START, host.driver.Slot.POINTERS
+    def _compile(self, *options: str) -> None:
+        done = subprocess.run([*GXX, *options], cwd=self.folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
 
-            def __init__(self, _: int, grid: tuple[int, int, int], block: int, shared_bytes: int, size: int) -> None:
-                assert (block, shared_bytes) == (launch.config.threads, launch.config.shared_bytes)
-                self.buffer = ctypes.create_string_buffer(self.START + size)
-                self.address, self.grid = ctypes.addressof(self.buffer), grid[0]
+    def _includes(self, name: str) -> set[str]:
+        """A source, and what it includes."""
+        found = {name}
+        for other in re.findall(r'^#include "([^"]+)"', (self.folder / name).read_text(), re.MULTILINE):
+            if other not in found:
+                found |= self._includes(other)
+        return found
 
-            def launch(self) -> int:
-                maps = [ctypes.c_void_p.from_address(self.address + self.POINTERS + 8 * i) for i in range(3)]
-                flat = [ctypes.c_uint64(value) for both in ranges for value in both]
-                array = (ctypes.c_uint64 * len(flat))(*flat)
-                library.run(*maps, self.grid, len(ranges), array, seed)
-                return 0
+    def kernel(self, code: bytes) -> Any:
+        """The address of its struct Kernel."""
+        source, macros = _sources[code]
+        if self.right is not None and not self.faulty & self._includes(source.name):
+            return self.right.kernel(code)
+        options = [f"-D{name}={value}" for name, value in macros.items() if name != "KERNEL_NAME"]
+        options += ["-DKERNEL_NAME=kernel_on_standins", f'-DSOURCE_FILE="{source.name}"', *_shared_variables(source)]
+        key = hashlib.sha256(repr(sorted(options)).encode()).hexdigest()[:16]
+        if key not in self.kernels:
+            # The machine by its path, so that the library finds this one.
+            machine = (self.folder / "machine.so").resolve()
+            self._compile("-shared", *options, "kernel.cpp", str(machine), "-o", f"{key}.so")
+            library = ctypes.CDLL(str(self.folder / f"{key}.so"))
+            library.standin_kernel.restype = ctypes.c_void_p
+            self.kernels[key] = (library, ctypes.c_void_p(library.standin_kernel()))
+        return self.kernels[key][1]
 
-        monkeypatch.setattr(host.driver, "Slot", Slot)
-        monkeypatch.setattr(host.driver, "tensor_map", tensor_map)
-        monkeypatch.setattr(host, "_function", lambda config, device: 0)
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-        launch(call)
+    def enqueue(
+        self, code: bytes, grid: int, threads: int, shared: int, asked: set[int], arguments: ctypes.c_void_p
+    ) -> None:
+        self.launched.append(_sources[code][0].name)
+        self._set_up().standin_launch(
+            self.kernel(code), grid, threads, shared, int(DEPENDENT in asked), int(COOPERATIVE in asked), arguments
+        )
+
+    def run(
+        self, launch: Callable[[Any], object], call: Any, *, writes: Iterable[str] = ("out",), seed: int = 1
+    ) -> None:
+        """One call by the host code of the backend.
+
+        Args:
+            writes: fields of ``call`` that kernels may write to; its other tensors may only be read.
+
+        Raises:
+            StandinError: a kernel did what it may not.
+        """
+        machine = self._set_up()
+        results = [tensor for name in writes for tensor in tensors_of(getattr(call, name))]
+        ranges = [Range(*byte_range(tensor), 1) for tensor in results]
+        ranges += [Range(*byte_range(t), 0) for t in tensors_of(call) if not any(t is other for other in results)]
+        self.launched = []
+        _running.append(self)
+        _forget_kernels()
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(nvrtc, "cubin", _cubin)
+                patch.setattr(driver, "load", _load)
+                patch.setattr(driver, "tensor_map", tensor_map)
+                patch.setattr(driver, "launch_kernel", lambda: _launch)
+                patch.setattr(driver, "cooperative", lambda: _ATTRIBUTES[COOPERATIVE])
+                patch.setattr(driver, "dependent", lambda: _ATTRIBUTES[DEPENDENT])
+                patch.setattr(torch.cuda, "current_device", lambda: -1)
+                patch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+                patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+                launch(call)
+        finally:
+            _running.pop()
+            _forget_kernels()
+            fault = machine.standin_synchronize((Range * len(ranges))(*ranges), len(ranges), seed)
+        if fault is not None:
+            raise StandinError(fault.decode())
+
+
+def _forget_kernels() -> None:
+    """Handles that the modules of the backend keep for the device of CPU tensors: of this driver, or of another one."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("lightning_indexer.backends.cuda_sm90."):
+            for kept in vars(module).values():
+                if hasattr(kept, "cache_clear"):
+                    kept.cache_clear()
+
+
+def _shared_variables(source: packages.Source) -> list[str]:
+    """How a source declares shared memory, for kernel.cpp."""
+    text = source.read_text()
+    found = ["-DSTATIC_SHARED"] if re.search(r"^(extern )?__shared__", text, re.MULTILINE) else []
+    if dynamic := re.search(r"^extern __shared__ .* (\w+)\[\];", text, re.MULTILINE):
+        found.append(f"-DDYNAMIC={dynamic.group(1)}")
+    return found
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and one past the last that a tensor may be read at."""
+    if not tensor.numel():
+        return tensor.data_ptr(), tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (
-        last + 1
-    ) * tensor.element_size() if tensor.numel() else tensor.data_ptr()
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors of nested tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in tensors_of(part)] if isinstance(value, tuple) else []

@@ -33,19 +33,17 @@ struct Meeting {
 
   __device__ __forceinline__ void operator()() {
     target += gridDim.x;
-    asm volatile("fence.proxy.async;" ::: "memory");
+    ptx::fence_async_proxy_everywhere();
     __threadfence();
     ptx::bar_sync<kMeets, G::kThreads>();
     if (threadIdx.x == 0) {
-      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
-      unsigned here;
-      do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(here) : "l"(arrivals) : "memory");
-      } while (here < target);
+      ptx::add_release(arrivals);
+      while (ptx::load_acquire(arrivals) < target) {
+      }
     }
     ptx::bar_sync<kMeets, G::kThreads>();
     __threadfence();
-    asm volatile("fence.proxy.async;" ::: "memory");
+    ptx::fence_async_proxy_everywhere();
   }
 };
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "order.cuh"
+#include "ptx.cuh"
 
 namespace {
 
@@ -36,7 +37,7 @@ struct Team {
   static constexpr int kThreads = kThreads_;
   static constexpr int kWarps = kThreads / 32;
   TOP_K_DEVICE static uint32_t thread() { return threadIdx.x - kFirst; }
-  TOP_K_DEVICE static void sync() { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory"); }
+  TOP_K_DEVICE static void sync() { ptx::bar_sync<kBarrier, kThreads>(); }
 };
 
 struct SelectionRoom {
