@@ -159,16 +159,19 @@ class Emulator:
 
     def kernel(self, code: bytes) -> Any:
         """The address of its struct Kernel."""
-        source, macros = _sources[code]
+        source, given = _sources[code]
         if self.right is not None and not self.faulty & self._includes(source.name):
             return self.right.kernel(code)
-        options = [f"-D{name}={value}" for name, value in macros.items() if name != "KERNEL_NAME"]
-        options += ["-DKERNEL_NAME=kernel_on_standins", f'-DSOURCE_FILE="{source.name}"', *_shared_variables(source)]
-        key = hashlib.sha256(repr(sorted(options)).encode()).hexdigest()[:16]
+        macros: dict[str, str | int] = {**given, "KERNEL_NAME": "kernel_on_standins", "SOURCE_FILE": f'"{source.name}"'}
+        macros |= _shared_variables(source)
+        text = "".join(f"#define {name} {value}\n" for name, value in sorted(macros.items()))
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
         if key not in self.kernels:
+            # In a file behind the precompiled header, which g++ does not take where a name in it is a macro.
+            (self.folder / f"{key}.h").write_text(text)
             # The machine by its path, so that the library finds this one.
             machine = (self.folder / "machine.so").resolve()
-            self._compile("-shared", *options, "kernel.cpp", str(machine), "-o", f"{key}.so")
+            self._compile("-shared", f'-DMACROS_FILE="{key}.h"', "kernel.cpp", str(machine), "-o", f"{key}.so")
             library = ctypes.CDLL(str(self.folder / f"{key}.so"))
             library.standin_kernel.restype = ctypes.c_void_p
             self.kernels[key] = (library, ctypes.c_void_p(library.standin_kernel()))
@@ -229,12 +232,12 @@ def _forget_kernels() -> None:
                     kept.cache_clear()
 
 
-def _shared_variables(source: packages.Source) -> list[str]:
+def _shared_variables(source: packages.Source) -> dict[str, str]:
     """How a source declares shared memory, for kernel.cpp."""
     text = source.read_text()
-    found = ["-DSTATIC_SHARED"] if re.search(r"^(extern )?__shared__", text, re.MULTILINE) else []
+    found = {"STATIC_SHARED": ""} if re.search(r"^(extern )?__shared__", text, re.MULTILINE) else {}
     if dynamic := re.search(r"^extern __shared__ .* (\w+)\[\];", text, re.MULTILINE):
-        found.append(f"-DDYNAMIC={dynamic.group(1)}")
+        found["DYNAMIC"] = dynamic.group(1)
     return found
 
 

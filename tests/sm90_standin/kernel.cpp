@@ -1,6 +1,8 @@
-// A kernel on the stand-ins, as a library. SOURCE_FILE: its source. STATIC_SHARED: it has shared variables. DYNAMIC:
-// its dynamic shared memory where that is another variable than `raw`.
+// A kernel on the stand-ins, as a library. MACROS_FILE: the macros that it is compiled with, and SOURCE_FILE: its source,
+// STATIC_SHARED: it has shared variables, DYNAMIC: its dynamic shared memory where that is another variable than `raw`.
 #include "ptx.cuh"
+// Behind what is precompiled.
+#include MACROS_FILE
 #ifdef STATIC_SHARED
 #undef __shared__
 #define __shared__ STANDIN_SHARED
