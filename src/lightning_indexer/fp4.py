@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_indexer.fp8 import FP8_DTYPES, _power_of_two_above
+from lightning_indexer.fp8 import FP8_DTYPES, WIDE_DTYPES, _power_of_two_above
 
 FP4 = torch.float4_e2m1fn_x2
 # Channels of a scale.
@@ -38,7 +38,7 @@ def quantize_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: another D.
     """
-    _check("x", x, (torch.float32, torch.bfloat16, torch.float16))
+    _check("x", x, WIDE_DTYPES)
     if not x.shape[-1] or x.shape[-1] % BLOCK:
         raise ValueError(f"x: got D={x.shape[-1]}, expected a multiple of {BLOCK}")
     blocks = _blocks(x.float())

@@ -17,12 +17,13 @@ import torch
 E4M3FN_MAX = 448.0
 E4M3FNUZ_MAX = 240.0
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+# Of what is quantised, of weights and of tables; kernels number them in this order.
+WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A product with one operand from fn_to_fnuz is multiplied by this; with two such operands, by its square.
 FN_AS_FNUZ_FACTOR = 2.0
 
 ScaleFormat = Literal["float32", "ue8m0"]
 
-_WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE_FORMATS = ("float32", "ue8m0")
 # Floor of a row's amax, as in DeepGEMM: a row of zeros gets a normal, nonzero scale.
 MIN_AMAX = 1e-4
@@ -50,7 +51,7 @@ def quantize_k(
         TypeError: ``k`` is not a tensor of those dtypes, or ``dtype`` is not one of the two.
         ValueError: ``k`` is not [N, D] with D >= 1, or ``scale_format`` is not known.
     """
-    _check_tensor("k", k, _WIDE_DTYPES)
+    _check_tensor("k", k, WIDE_DTYPES)
     if k.dim() != 2 or k.shape[1] < 1:
         raise ValueError(f"k: got shape {list(k.shape)}, expected [N, D] with D of at least 1")
     if scale_format not in _SCALE_FORMATS:
@@ -146,7 +147,7 @@ def quantize_q(q: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: ``q`` is not a tensor of those dtypes.
     """
-    _check_tensor("q", q, _WIDE_DTYPES)
+    _check_tensor("q", q, WIDE_DTYPES)
     # Some versions of torch cast values above 448 to NaN.
     return q.to(torch.float32).clamp(-E4M3FN_MAX, E4M3FN_MAX).to(torch.float8_e4m3fn).contiguous()
 

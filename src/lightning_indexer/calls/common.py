@@ -93,12 +93,19 @@ def facts(operation: str, tensors: Sequence[Any], *others: Any) -> object:
     return found
 
 
+def fact_of(argument: Any) -> object:
+    """What a plan may depend on, of an optional argument by itself: of a tensor all but its address and its values."""
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.device, argument.is_neg()
+    return argument.__class__, argument
+
+
 def plain(call: Any) -> Any:
     """A call, parameters and subclasses among its tensors as the tensors they hold; of named tuples within it too."""
 
     def of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
-            return value.detach().as_subclass(torch.Tensor)
+        if isinstance(value, torch.Tensor):
+            return plain_tensor(value)
         return plain(value) if isinstance(value, tuple) and hasattr(value, "_fields") else value
 
     return call._replace(**{name: of(value) for name, value in zip(call._fields, call, strict=True)})

@@ -410,18 +410,12 @@ def _in_native_dialect(run: registry.Run, arch: Arch, call: MqaTopKCall) -> None
     run(to_native_dialect(call, arch))
 
 
-def _fact_of(argument: Any) -> object:
-    if isinstance(argument, _Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.device, argument.is_neg()
-    return argument.__class__, argument
-
-
 def _fact_of_workspace(workspace: Any) -> object:
     return _fact_of(workspace), isinstance(workspace, _Tensor) and workspace.data_ptr() & 15
 
 
 # Each call asks these; a global is found in less time than an attribute of a module.
-_PLANS = common.PLANS
+_PLANS, _fact_of = common.PLANS, common.fact_of
 _Tensor, _empty_strided, _int32, _float32 = torch.Tensor, torch.empty_strided, torch.int32, torch.float32
 # Dynamo reads this one as True. What else traces, torch.export's second way too, gives fake tensors.
 _is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled

@@ -6,7 +6,12 @@ import ctypes
 import functools
 import struct
 import sys
-from typing import Any
+from typing import Any, TypeVar
+
+# What is kept of launches in one table: layouts of operands, tensor maps.
+MAX_KEPT = 1024
+_Key = TypeVar("_Key")
+_Made = TypeVar("_Made")
 
 
 class DriverError(RuntimeError):
@@ -39,6 +44,14 @@ def load(cubin: bytes, kernel: str, shared_bytes: int) -> int:
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
     return int(function)
+
+
+def keep(kept: dict[_Key, _Made], key: _Key, made: _Made) -> _Made:
+    """Puts what a launch needs under its key, in the place of all others where there are too many, and returns it."""
+    if len(kept) >= MAX_KEPT:
+        kept.clear()
+    kept[key] = made
+    return made
 
 
 @functools.cache

@@ -8,13 +8,12 @@ import torch
 
 from lightning_indexer.distributed.merge import Exchange
 from lightning_indexer.distributed.sharding import KeySharding, LocalWindows
-from lightning_indexer.fp8 import FP8_DTYPES
+from lightning_indexer.fp8 import FP8_DTYPES, WIDE_DTYPES
 from lightning_indexer.problems.checks import as_bool, as_int, check_pair, check_tensor, shape_of
 from lightning_indexer.problems.top_k import MAX_K, Order
 
 _BASES, _ORDERS, _EXCHANGES = ("row", "absolute"), get_args(Order), get_args(Exchange)
 _OPERANDS = (*FP8_DTYPES, torch.bfloat16)
-_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_rows(q: torch.Tensor, weights: torch.Tensor, dimensions: int) -> int:
@@ -28,7 +27,7 @@ def check_rows(q: torch.Tensor, weights: torch.Tensor, dimensions: int) -> int:
         shape = "[M, H, D]" if dimensions == 3 else "[B, next_n, H, D]"
         raise ValueError(f"q: got shape {shape_of(q)}, expected {dimensions} dimensions, {shape}")
     rows = q.shape[0] if dimensions == 3 else q.shape[0] * q.shape[1]
-    check_tensor("weights", weights, _WEIGHTS)
+    check_tensor("weights", weights, WIDE_DTYPES)
     if weights.dim() != 2 or weights.shape[0] != rows:
         raise ValueError(f"weights: got shape {shape_of(weights)}, expected [{rows}, {q.shape[-2]}] to match q")
     return rows

@@ -11,10 +11,10 @@ import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.fp4 import fp4_to_fp8, quantize_fp4
-from lightning_indexer.fp8 import FP8_DTYPES, quantize_rows
+from lightning_indexer.fp8 import FP8_DTYPES, WIDE_DTYPES, quantize_rows
 from lightning_indexer.problems.checks import as_bool, as_finite, check_tensor, plain_arithmetic, shape_of
 from lightning_indexer.problems.insert_k_cache import example_steps
-from lightning_indexer.problems.transform import WIDE_DTYPES, Steps, Transform, check_steps, check_wide, transformed
+from lightning_indexer.problems.transform import Steps, Transform, check_steps, check_wide, transformed
 
 OPERATION = "prepare_q"
 

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from lightning_indexer.fp8 import WIDE_DTYPES
 from lightning_indexer.problems.checks import as_bool, as_finite, check_tensor, shape_of
 
 Rope = Literal["first", "last"]
-WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Transform(NamedTuple):

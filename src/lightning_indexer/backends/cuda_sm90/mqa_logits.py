@@ -82,16 +82,11 @@ class Launch:
         """What runs this call, and every other one whose device and strides are the same."""
         device = call.q.get_device()
         layout = (device, call.q.stride(), call.k.stride(0), call.weights.stride(0), call.result.stride(0))
-        if (bound := self.bound.get(layout)) is None:
-            if len(self.bound) >= MAX_KEPT:
-                self.bound.clear()
-            bound = self.bound[layout] = _Bound(self, layout)
-        return bound
+        return self.bound.get(layout) or driver.keep(self.bound, layout, _Bound(self, layout))
 
 
 # Device; strides of q; row strides of k, weights and out.
 _Layout = tuple[int, tuple[int, ...], int, int, int]
-MAX_KEPT = 1024
 # The stream, pointers to the two tensor maps and to the arguments, then struct Arguments of shared.cuh: its pointers,
 # which each call packs, and what stays.
 _POINTERS = struct.Struct(f"<{driver.Slot.HEAD} 3Q 6Q")
@@ -154,10 +149,7 @@ class _Bound:
         _, q_strides, k_stride, _, _ = self.layout
         q_map = _q_map(config, pointers[0], launch.rows, q_strides[0], q_strides[1])
         k_map = _k_map(config, pointers[1], launch.keys, k_stride)
-        if len(self.maps) >= MAX_KEPT:
-            self.maps.clear()
-        self.maps[pointers] = (q_map, int(q_map.getPtr()), k_map, int(k_map.getPtr()))
-        return self.maps[pointers]
+        return driver.keep(self.maps, pointers, (q_map, int(q_map.getPtr()), k_map, int(k_map.getPtr())))
 
 
 @functools.cache

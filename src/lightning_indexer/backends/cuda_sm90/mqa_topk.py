@@ -234,7 +234,6 @@ class _Step:
 
 # Device; strides of q; row strides of k, weights, indices, values and the page table, 0 of what there is not.
 _Layout = tuple[int, tuple[int, ...], int, int, int, int, int]
-MAX_KEPT = 1024
 
 
 class Launch:
@@ -258,11 +257,7 @@ class Launch:
             call.q.get_device(), call.q.stride(), call.k.stride(0), call.weights.stride(0), call.indices.stride(0),
             0 if values is None else values.stride(0), 0 if pages is None else pages.stride(0),
         )  # fmt: skip
-        if (bound := self.bound.get(layout)) is None:
-            if len(self.bound) >= MAX_KEPT:
-                self.bound.clear()
-            bound = self.bound[layout] = _Bound(self, layout)
-        return bound
+        return self.bound.get(layout) or driver.keep(self.bound, layout, _Bound(self, layout))
 
     def mark(self) -> None:
         """Puts an event behind what has been launched."""
@@ -413,14 +408,9 @@ class _Bound:
                     made = mqa_logits._k_map(product, address, count, stride)
                 else:
                     made = mqa_logits._q_map(product, address, count, stride, stride_h)
-                if len(self.maps) >= MAX_KEPT:
-                    self.maps.clear()
-                self.maps[key] = (made, int(made.getPtr()))
+                driver.keep(self.maps, key, (made, int(made.getPtr())))
             kept.append(self.maps[key])
-        if len(self.maps_of) >= MAX_KEPT:
-            self.maps_of.clear()
-        self.maps_of[places] = ([made for made, _ in kept], [address for _, address in kept])
-        return self.maps_of[places]
+        return driver.keep(self.maps_of, places, ([made for made, _ in kept], [address for _, address in kept]))
 
 
 # What addresses are told by: the stream, then tensors; the maps of a call come behind.

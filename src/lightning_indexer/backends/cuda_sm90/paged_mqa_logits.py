@@ -69,7 +69,6 @@ def _tiles(problem: PagedMqaLogitsProblem) -> int:
 
 # Device; strides of q; blocks and block stride of the cache; row strides of weights, lengths, tables and out.
 _Layout = tuple[int, tuple[int, ...], int, int, int, int, int, int, int]
-MAX_KEPT = 1024
 # The stream, pointers to the two tensor maps and to the arguments, then struct Arguments of paged_geometry.cuh: its
 # pointers, which each call packs, and what stays.
 _POINTERS = struct.Struct(f"<{driver.Slot.HEAD} 3Q 6Q")
@@ -95,11 +94,7 @@ class Launch:
             q.get_device(), q.stride(), cache.shape[0], cache.stride(0), call.weights.stride(0), lengths.stride(0),
             lengths.stride(1) if lengths.dim() == 2 else 0, call.block_tables.stride(0), call.result.stride(0),
         )  # fmt: skip
-        if (bound := self.bound.get(layout)) is None:
-            if len(self.bound) >= MAX_KEPT:
-                self.bound.clear()
-            bound = self.bound[layout] = Bound(self, layout)
-        return bound
+        return self.bound.get(layout) or driver.keep(self.bound, layout, Bound(self, layout))
 
 
 class Bound:
@@ -169,10 +164,7 @@ class Bound:
             k_map = q_map
         else:
             k_map = k_tensor_map(self.config, cache_address or q_address, max(1, self.layout[2]), self.layout[3])
-        if len(self.maps) >= MAX_KEPT:
-            self.maps.clear()
-        self.maps[pointers] = (q_map, int(q_map.getPtr()), k_map, int(k_map.getPtr()))
-        return self.maps[pointers]
+        return driver.keep(self.maps, pointers, (q_map, int(q_map.getPtr()), k_map, int(k_map.getPtr())))
 
 
 def inverse(value: int) -> int:

@@ -11,8 +11,9 @@ import torch
 
 from lightning_indexer.arch import Arch
 from lightning_indexer.cuda import driver, nvrtc
+from lightning_indexer.fp8 import WIDE_DTYPES
 from lightning_indexer.packages import Source
-from lightning_indexer.problems.transform import WIDE_DTYPES, Transform
+from lightning_indexer.problems.transform import Transform
 
 NVRTC_ARCH = "sm_90a"
 HEAD_DIM = 128

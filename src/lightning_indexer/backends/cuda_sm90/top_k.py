@@ -235,7 +235,6 @@ class TopK:
 
 # Device; row strides of logits, indices, values and the page table, 0 of what there is not.
 _Layout = tuple[int, int, int, int, int]
-MAX_KEPT = 1024
 # The stream and the pointer to the arguments, then struct Arguments of top_k_plan.cuh: its pointers, which each call
 # packs, and what stays.
 _POINTERS = struct.Struct(f"<{driver.Slot.HEAD} Q 7Q")
@@ -269,11 +268,7 @@ class Launch:
             indices.get_device(), logits.stride(0), indices.stride(0), 0 if values is None else values.stride(0),
             0 if pages is None else pages.stride(0),
         )  # fmt: skip
-        if (bound := self.bound.get(layout)) is None:
-            if len(self.bound) >= MAX_KEPT:
-                self.bound.clear()
-            bound = self.bound[layout] = Bound(self, layout)
-        return bound
+        return self.bound.get(layout) or driver.keep(self.bound, layout, Bound(self, layout))
 
 
 class Bound:
